@@ -75,9 +75,10 @@ class Attempt:
         self.partition = partition
         self.database = servers.database
         self.engine = servers.engine
-        self.ledger = Ledger(options.schema, options.tables_revision)
+        self.ledger = servers.ledger
         self._servers = servers
         self._run = run
+        self._of = (run, batch_id)
         self.name = f"sink {options.sink!r} batch {batch_id!r} partition {partition} attempt {number}"
         self._run_name = run.name if run is not None else batch_id
         self._run_mark = f" run {run.token[:_SHOWN]} " if run is not None else " "
@@ -106,7 +107,7 @@ class Attempt:
     def require_run(self, connection: Connection) -> None:
         """Continue only while the run has not been given up, which raises `Fenced`; see :meth:`Runs.require`."""
         if self._run is not None:
-            Runs(self.engine, self.options.schema).require(connection, self._run)
+            self._servers.runs.require(connection, self._run)
 
     def require_written(
         self, connection: Connection, layouts: Sequence[Layout], beside: Sequence[Select[Any]] = ()
@@ -116,7 +117,7 @@ class Attempt:
         Returns what the queries `beside` find, each one value or None: in one statement, where the database can, for the last
         table.
         """
-        held = [] if self._run is None else [Runs(self.engine, self.options.schema).holding(self._run)]
+        held = [] if self._run is None else [self._servers.runs.holding(self._run)]
         asked, values = [*held, *beside], cast("Sequence[object]", ())
         if not layouts:
             self.require_run(connection)
@@ -148,14 +149,10 @@ class Attempt:
 
     def settle_former(self) -> SettleReport:
         """Settle what other attempts at this partition have left: fences them, and undoes what they have prepared."""
-        pool = self._pool()
+        pool = self._servers.pool
         former = pool.held_by(self._prefix)
         deadline = Deadline(self.options.timeout_s)
         return settle_leases(self._servers.context, pool, former, deadline, name=self.name, prefix=self._prefix)
-
-    def _pool(self) -> SlotPool:
-        options = self.options
-        return SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
 
     @contextmanager
     def observed(self, place: Workplace) -> Generator[WriteObserver, None, None]:
@@ -167,23 +164,30 @@ class Attempt:
     def keep_in(self, connection: Connection, slot: Slot, seconds: float) -> None:
         """As :meth:`Slot.keep_in`, and only as :meth:`require_run` lets it, in one statement."""
         run = self._run
-        held = None if run is None else Runs(self.engine, self.options.schema).holding(run)
+        held = None if run is None else self._servers.runs.holding(run)
         try:
-            slot.keep_in(connection, self._pool(), seconds, held)
+            slot.keep_in(connection, self._servers.pool, seconds, held)
         except Fenced:
             self.require_run(connection)  # which says so if that is why
             raise
 
-    def _lease_again(self, pool: SlotPool, destination: Destination | None) -> SlotLease | None:
+    def _lease_again(self, destination: Destination | None) -> SlotLease | None:
         """Lease a slot whose lane rests here, in one statement. None if that does not work: :meth:`SlotPool.lease` then."""
         options, run = self.options, self._run
         if destination is None:
-            begins = partial(self.ledger.unless_written, options.sink, self.batch_id, self.partition)
+            begins = partial(self.ledger.unless_written, options.sink, self.batch_id)
         else:
             begins = partial(self.ledger.beginning, self.engine, options.sink, self.batch_id, destination)
-        held = None if run is None else Runs(self.engine, options.schema).holding(run, waits=False)
-        resting = self._servers.resting_rows
-        found = pool.lease_again(self._owner, options.lease_s, resting, run=held, begins=begins)
+        held = None if run is None else self._servers.runs.holding(run, waits=False)
+        found = self._servers.pool.lease_again(
+            self._owner,
+            options.lease_s,
+            self._servers.resting_rows(self._of),
+            of=(self._of, destination),
+            run=held,
+            begins=begins,
+            bound={"partition_": self.partition} if destination is None else {},
+        )
         if found is None:
             return None
         lease, row = found
@@ -202,7 +206,7 @@ class Attempt:
         that the run was given up, or the slot was settled meanwhile; `TransactionAborted`, that the run has prepared a
         partition too long ago.
         """
-        servers, lease_s, pool = self._servers, self.options.lease_s, self._pool()
+        servers, lease_s, pool = self._servers, self.options.lease_s, self._servers.pool
 
         def require(connection: Connection) -> None:
             self.require_run(connection)
@@ -218,8 +222,8 @@ class Attempt:
             pool,
             self._owner,
             lease_s,
-            again=lambda: self._lease_again(pool, destination),
-            preferred=servers.resting,
+            again=lambda: self._lease_again(destination),
+            preferred=partial(servers.resting, self._of),
             require=require,
             ended=self._require_in_time,
             recording=servers.recording,
@@ -237,7 +241,7 @@ class Attempt:
             except BaseException:
                 lane.discard()
                 raise
-            servers.keep(lane)
+            servers.keep(lane, None if slot.kept_until is None else self._of)
 
 
 # Keeps connections, and lanes with their producers, from task to task in a reused Python worker.
@@ -260,7 +264,10 @@ class WorkerCache:
         self.engine = self.database.engine
         self._store = SqlStateStore(self.engine, schema=options.schema)
         self.context = OwnerContext(KafkaCoordinator(self._config), self._store, unique_owner(), observer_if_loaded())
-        self._resting: dict[str, Lane] = {}
+        self.ledger = Ledger(options.schema, options.tables_revision)
+        self.runs = Runs(self.engine, options.schema)
+        self.pool = SlotPool(self.engine, options.pool, schema=options.schema, max_slots=options.max_slots)
+        self._resting: dict[str, tuple[Lane, object]] = {}  # with the batch whose driver holds its slot
         self._rows: Mapping[str, StateRow | None] = {}
         self._pid = os.getpid()
 
@@ -279,20 +286,23 @@ class WorkerCache:
         """Whether one more lane can rest here."""
         return self.outlives_its_task and len(self._resting) < _MOST_LANES
 
-    def resting(self, connection: Connection) -> Sequence[str]:
-        """The transactional ids of the lanes that rest here, the last one used first.
+    def resting(self, of: object, connection: Connection) -> Sequence[str]:
+        """The transactional ids of the lanes that rest here, the last one used first; see :meth:`resting_rows`.
 
         Leaves those out whose row another process has claimed: they would only get in the way of the new owner. Reads the rows
         in the caller's transaction.
         """
-        rows = self._store.read_in(connection, self._resting) if self._resting else ()
-        self.note_rows({**dict.fromkeys(self._resting), **{row.transactional_id: row for row in rows}})
-        return [name for name, lane in reversed(self._resting.items()) if self._is_ours(lane)]
+        names = [row.transactional_id for row in self.resting_rows(of)]
+        rows = self._store.read_in(connection, names) if names else ()
+        self.note_rows({**dict.fromkeys(names), **{row.transactional_id: row for row in rows}})
+        return [name for name in names if self._is_ours(self._resting[name][0])]
 
-    @property
-    def resting_rows(self) -> Sequence[StateRow]:
-        """The rows of the lanes that rest here, as these know them, the last one used first."""
-        return [lane.row for lane in reversed(self._resting.values())]
+    def resting_rows(self, of: object) -> Sequence[StateRow]:
+        """The rows of the lanes that rest here, as these know them, the last one used first.
+
+        Without those whose slots were left to the driver of this batch: until it has decided, it holds them.
+        """
+        return [lane.row for lane, handed_to in reversed(self._resting.values()) if handed_to != of]
 
     def note_rows(self, rows: Mapping[str, StateRow | None]) -> None:
         """Note the rows as they were read for :meth:`take`; None for one that is not there."""
@@ -308,9 +318,9 @@ class WorkerCache:
         The transaction that has leased the slot has read its row, and perhaps those of the others (:meth:`note_rows`). Lanes
         that others have claimed are discarded.
         """
-        for name in [name for name in self._rows if name in self._resting and not self._is_ours(self._resting[name])]:
-            self._resting.pop(name).discard()
-        lane = self._resting.pop(transactional_id, None)
+        for name in [one for one in self._rows if one in self._resting and not self._is_ours(self._resting[one][0])]:
+            self._resting.pop(name)[0].discard()
+        lane, _ = self._resting.pop(transactional_id, (None, None))
         if lane is None:
             return self._new_lane(transactional_id)
         if lane.may_go_on(self._rows.get(transactional_id)):
@@ -322,16 +332,16 @@ class WorkerCache:
         """What records the outcome that an attempt has left to the slot, if it has."""
         return None if slot.completed is None else self._store.completing(slot.completed, "committed by its owner")
 
-    def keep(self, lane: Lane) -> None:
-        """Let a lane rest here if there is room; else discard it."""
+    def keep(self, lane: Lane, handed_to: object) -> None:
+        """Let a lane rest here if there is room; else discard it. `handed_to` is the batch whose driver holds its slot."""
         if self.has_room:
-            self._resting[lane.transactional_id] = lane
+            self._resting[lane.transactional_id] = lane, handed_to
         else:
             lane.discard()
 
     def close(self) -> None:
         """Close everything. Transactions that were handed over stay open."""
-        for lane in self._resting.values():
+        for lane, _ in self._resting.values():
             lane.discard()
         self._resting.clear()
         self.context.coordinator.close()

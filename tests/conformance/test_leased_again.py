@@ -50,10 +50,11 @@ class Worker:
     ) -> tuple[SlotLease, StateRow] | None:
         held = self.runs.holding(run or self.run, waits=False)
         if destination is None:
-            begins = partial(self.ledger.unless_written, "sink", "batch", 3)
+            begins = partial(self.ledger.unless_written, "sink", "batch")
         else:
             begins = partial(self.ledger.beginning, self.engine, "sink", "batch", destination)
-        return self.pool.lease_again("again", 60, self.rows, run=held, begins=begins)
+        of, bound = (run or self.run, destination), {} if destination else {"partition_": 3}
+        return self.pool.lease_again("again", 60, self.rows, of=of, run=held, begins=begins, bound=bound)
 
     @property
     def is_begun(self) -> bool:

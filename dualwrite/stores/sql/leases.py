@@ -12,12 +12,15 @@ transactional id, which fences the slot's previous holder, even one that was pau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
+    ARRAY,
     CTE,
     ColumnElement,
     Connection,
@@ -25,6 +28,8 @@ from sqlalchemy import (
     Float,
     Insert,
     Select,
+    String,
+    Table,
     Update,
     and_,
     bindparam,
@@ -262,6 +267,7 @@ def _read(connection: Connection, tables: Tables, chosen: ColumnElement[bool]) -
 
 _ROOM_FOR_NUMBER: Final = 11
 _ATTEMPTS_TO_ADD: Final = 1000
+_MOST_MADE: Final = 16
 KEPT_S: Final = 60.0
 """How long a kept slot is reserved for its worker. Spark ends workers that are idle for a minute."""
 
@@ -313,6 +319,7 @@ class SlotPool:
         self._dialect = dialect_of(self._engine)
         self._tables = tables = declare_tables(schema)
         self._own = ShortTransactions(self._engine, self._dialect, tables)
+        self._leasing_again: dict[Hashable, Update] = {}
         self._has_ctes = self._engine.dialect.name == "postgresql"
         self._slot = slot = tables.slot
         self._is_free = and_(
@@ -384,8 +391,10 @@ class SlotPool:
         ttl_s: float,
         resting: Sequence[StateRow],
         *,
+        of: Hashable,
         run: Select[Any] | None = None,
         begins: Callable[[CTE | None], Beginning],
+        bound: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[SlotLease, StateRow] | None:
         """Lease a slot that is kept for its worker (:meth:`release`), and read its row.
 
@@ -395,25 +404,46 @@ class SlotPool:
         over or just being replaced, or the batch cannot go on: :meth:`lease` then does it, or says why not.
 
         One statement does it where a statement can stand alone and return what it has changed; else a transaction of two, or
-        of three for the first one of a batch.
+        of three for the first one of a batch. It is made once for all calls with the same `of`, which names the run and what
+        `begins` stands for; `bound` are the values of its parameters.
         """
         if not resting:
             return None
         if not self._own.can_stand_alone:
-            return self._lease_in_steps(owner, ttl_s, resting, run, begins(None))
+            return self._lease_in_steps(owner, ttl_s, resting, run, beginning=begins(None), bound=bound)
+        statement = self._leasing_again.get(of)
+        if statement is None:
+            if len(self._leasing_again) >= _MOST_MADE:
+                self._leasing_again.clear()
+            statement = self._leasing_again[of] = self._make_leasing_again(run, begins)
+        bound = {
+            **bound, "owner_": owner, "ttl_": ttl_s,
+            "names_": [(row.transactional_id, row.namespace, row.incarnation) for row in resting],
+            "places_": [row.transactional_id for row in resting],
+        }  # fmt: skip
+        row = self._own.run_one(lambda own: own.execute(statement, bound).mappings().one_or_none())
+        if row is None:
+            return None
+        failpoints.hit("slot.leased")
+        [found_row] = parse_rows(self._tables.state.fullname, [row])
+        return SlotLease(found_row.transactional_id, self.pool, row["lease_owner"], row["lease_until"]), found_row
+
+    def _make_leasing_again(self, run: Select[Any] | None, begins: Callable[[CTE | None], Beginning]) -> Update:
         slot, state = self._slot, self._tables.state
         held = None if run is None else run.cte("held")
-        names = [(row.transactional_id, row.namespace, row.incarnation) for row in resting]
         statement = self._taking
+        name = slot.c.transactional_id
         free = (
             select(slot.c.transactional_id.label("slot_"), *row_columns(self._tables))
             .join_from(slot, state, state.c.transactional_id == slot.c.transactional_id)
             .where(
                 self._is_free,
                 slot.c.lease_owner.is_(None),
-                tuple_(state.c.transactional_id, state.c.namespace, state.c.incarnation).in_(names),
+                tuple_(state.c.transactional_id, state.c.namespace, state.c.incarnation).in_(
+                    bindparam("names_", expanding=True)
+                ),
             )
-            .order_by(_place(slot.c.transactional_id, [row.transactional_id for row in resting]))
+            .order_by(func.array_position(bindparam("places_", type_=ARRAY(String)), name))
             .limit(1)
             .with_for_update(of=slot, skip_locked=True)
         )
@@ -423,19 +453,19 @@ class SlotPool:
         if beginning.insert is not None:
             statement = statement.add_cte(beginning.insert.cte("begun"))
         found = free.where(beginning.can_go_on).cte("free")
-        statement = statement.where(slot.c.transactional_id == found.c.slot_).returning(
+        return statement.where(name == found.c.slot_).returning(
             slot.c.lease_owner, slot.c.lease_until, *(found.c[one.name] for one in row_columns(self._tables))
         )
-        bound = {"owner_": owner, "ttl_": ttl_s}
-        row = self._own.run_one(lambda own: own.execute(statement, bound).mappings().one_or_none())
-        if row is None:
-            return None
-        failpoints.hit("slot.leased")
-        [found_row] = parse_rows(state.fullname, [row])
-        return SlotLease(found_row.transactional_id, self.pool, row["lease_owner"], row["lease_until"]), found_row
 
     def _lease_in_steps(
-        self, owner: str, ttl_s: float, resting: Sequence[StateRow], run: Select[Any] | None, beginning: Beginning
+        self,
+        owner: str,
+        ttl_s: float,
+        resting: Sequence[StateRow],
+        run: Select[Any] | None,
+        *,
+        beginning: Beginning,
+        bound: Mapping[str, object],
     ) -> tuple[SlotLease, StateRow] | None:
         """First looks for all that must be so, and locks the run; last leases a slot that is still free."""
         slot, state = self._slot, self._tables.state
@@ -459,7 +489,7 @@ class SlotPool:
         )
 
         def work(connection: Connection) -> tuple[SlotLease, StateRow] | None:
-            values = connection.execute(look).mappings().one_or_none()
+            values = connection.execute(look, bound).mappings().one_or_none()
             if values is None:
                 return None
             self._dialect.check_own(list(values.values())[len(values) - len(checks) :])
@@ -502,15 +532,14 @@ class SlotPool:
             .limit(1)
             .with_for_update(skip_locked=True)
         )
-        mine_or_nobodys = or_(slot.c.transactional_id.in_(preferred), self._is_nobodys)
+        mine_or_nobodys = (
+            or_(slot.c.transactional_id.in_(preferred), self._is_nobodys) if preferred else self._is_nobodys
+        )
         found = connection.execute(free.where(mine_or_nobodys).order_by(*place, slot.c.number)).first()
         if found is None:
             number = (connection.scalar(select(func.max(slot.c.number)).where(slot.c.pool == self.pool)) or 0) + 1
             if number <= self.max_slots:
-                transactional_id = self._add(connection, number)
-                if transactional_id is None:
-                    return None
-                return self._change(connection, self._take, {"id_": transactional_id, "owner_": owner, "ttl_": ttl_s})
+                return self._add(connection, number, owner, ttl_s)
             found = connection.execute(free.order_by(slot.c.kept_until)).first()
             if found is None:
                 raise self._all_leased()
@@ -543,12 +572,17 @@ class SlotPool:
             next_step="wait for workers to end, or raise max_slots",
         )
 
-    def _add(self, connection: Connection, number: int) -> str | None:
-        slot = self._slot
-        transactional_id = f"{self.pool}#{number}"
-        row = {"transactional_id": transactional_id, "pool": self.pool, "number": number}
-        made = connection.execute(self._dialect.insert_if_missing(slot), row).rowcount == 1
-        return transactional_id if made else None
+    def _add(self, connection: Connection, number: int, owner: str, ttl_s: float) -> SlotLease | None:
+        name = f"{self.pool}#{number}"
+        row = {"transactional_id": name, "pool": self.pool, "number": number, "lease_owner": owner}
+        insert = self._dialect.insert_if_missing(self._slot).values(**row, lease_until=database_now_plus(ttl_s))
+        if connection.dialect.insert_returning:
+            until = connection.scalar(insert.returning(self._slot.c.lease_until))
+            return None if until is None else SlotLease(name, self.pool, owner, until)
+        if connection.execute(insert).rowcount != 1:
+            return None
+        *_, until = connection.execute(self._found, {"id_": name}).one()
+        return SlotLease(name, self.pool, owner, until)
 
     def renew(self, lease: SlotLease, ttl_s: float) -> SlotLease:
         """Extend a lease to ``ttl_s`` from now, even an expired one; ``Fenced`` if another worker has taken the slot."""
@@ -636,27 +670,18 @@ class SlotPool:
         """
         if not owners:
             return
-        slot = self._slot
-        statement = (
-            update(slot)
-            .where(tuple_(slot.c.transactional_id, slot.c.lease_owner).in_(sorted(owners.items())))
-            .values(
-                lease_owner=null(),
-                lease_until=null(),
-                kept_until=database_now_plus(literal(KEPT_S, Float)) if kept else null(),
-            )
-        )
+        statement, bound = _releasing(self._slot, KEPT_S if kept else None), {"owners_": sorted(owners.items())}
         if connection is not None:
-            connection.execute(statement)
+            connection.execute(statement, bound)
             return
         if beside is None:
-            self._own.run_one(lambda own: own.execute(statement))
+            self._own.run_one(lambda own: own.execute(statement, bound))
         elif self._has_ctes:
             both = statement.add_cte(beside.cte("beside"))
-            self._own.run_one(lambda own: own.execute(both))
+            self._own.run_one(lambda own: own.execute(both, bound))
         else:
             # Nothing is checked: if it is lost, the next claim finds out what is true.
-            self._own.run(lambda own: (own.execute(beside), own.execute(statement)), light=True)
+            self._own.run(lambda own: (own.execute(beside), own.execute(statement, bound)), light=True)
         failpoints.hit("slot.released")
 
     def expired(self) -> Sequence[SlotLease]:
@@ -698,6 +723,13 @@ class SlotPool:
         else:
             rows = self._own.read(lambda own: own.execute(statement).all())
         return [SlotLease(name, self.pool, owner, until) for name, owner, until in rows]
+
+
+@lru_cache(maxsize=32)
+def _releasing(slot: Table, kept_s: float | None) -> Update:
+    held = tuple_(slot.c.transactional_id, slot.c.lease_owner).in_(bindparam("owners_", expanding=True))
+    kept_until = null() if kept_s is None else database_now_plus(literal(kept_s, Float))
+    return update(slot).where(held).values(lease_owner=null(), lease_until=null(), kept_until=kept_until)
 
 
 def living_leases(engine: Engine, names: Collection[str], *, schema: str | None = None) -> set[str]:

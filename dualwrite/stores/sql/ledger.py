@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, cast
 
 from sqlalchemy import (
@@ -19,6 +20,7 @@ from sqlalchemy import (
     Connection,
     Engine,
     Select,
+    Table,
     and_,
     bindparam,
     exc,
@@ -153,7 +155,7 @@ class Ledger:
         Returns the number of partitions that the batch was begun with; None if it was not begun.
         """
         ledger = self._ledger
-        statement = select(ledger.c.partition_count, ledger.c.destination).where(self._is_begun(sink, batch_id))
+        statement = select(ledger.c.partition_count, ledger.c.destination).where(_is_begun(ledger, sink, batch_id))
         with self._on(connection):
             found = connection.execute(statement).one_or_none()
         count, recorded = (None, None) if found is None else found
@@ -161,12 +163,7 @@ class Ledger:
 
     def begun(self, sink: str, batch_id: str) -> Sequence[Select[Any]]:
         """What finds the arguments of :meth:`require_begun`, for another statement."""
-        columns = (self._ledger.c.partition_count, self._ledger.c.destination)
-        return [select(column).where(self._is_begun(sink, batch_id)) for column in columns]
-
-    def _is_begun(self, sink: str, batch_id: str) -> ColumnElement[bool]:
-        ledger = self._ledger
-        return and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == BEGUN)
+        return _begun(self._ledger, sink, batch_id)
 
     def require_begun(
         self, sink: str, batch_id: str, destination: Destination, partition_count: object, recorded: object
@@ -292,12 +289,15 @@ class Ledger:
         is_begun = exists().where(*of_batch, ledger.c.partition_id == BEGUN)
         return Beginning(not_(exists().where(*of_batch, unfit)), begun, is_begun)
 
-    def unless_written(self, sink: str, batch_id: str, partition_id: int, held: CTE | None) -> Beginning:
-        """The opposite of :meth:`seen`, as :meth:`beginning` is for a batch that is written as a whole."""
+    def unless_written(self, sink: str, batch_id: str, held: CTE | None) -> Beginning:
+        """The opposite of :meth:`seen`, as :meth:`beginning` is for a batch that is written as a whole.
+
+        The parameter ``partition_`` of the statement is the partition.
+        """
         del held
         ledger = self._ledger
-        is_it = and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == partition_id)
-        return Beginning(not_(exists().where(is_it)))
+        of_batch = (ledger.c.sink == sink, ledger.c.batch_id == batch_id)
+        return Beginning(not_(exists().where(*of_batch, ledger.c.partition_id == bindparam("partition_"))))
 
     def _recorded(self, connection: Connection, bound: dict[str, str]) -> tuple[Recorded, bool]:
         """What is recorded, and whether the batch counts as failed. Locks the rows."""
@@ -537,9 +537,7 @@ class Runs:
 
     def holding(self, run: Run, *, waits: bool = True) -> Select[Any]:
         """Finds the run while it may write, and locks it as :meth:`require` does; `waits` for one who is replacing it."""
-        table = self._run
-        is_run = and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token)
-        return select(table.c.token).where(is_run).with_for_update(read=True, skip_locked=not waits)
+        return _holding(self._run, run, waits=waits)
 
     def _add(self, connection: Connection, sink: str, name: str, token: str) -> bool:
         check_name(sink, "the name of a sink")
@@ -547,6 +545,25 @@ class Runs:
         row = {"sink": sink, "name": name, "token": token}
         statement = self._dialect.insert_if_missing(self._run).values(begun_at=database_now())
         return connection.execute(statement, row).rowcount == 1
+
+
+# What each task of a batch asks again: made once, as making it takes longer than the database's answer.
+
+
+@lru_cache(maxsize=32)
+def _holding(table: Table, run: Run, *, waits: bool) -> Select[Any]:
+    is_run = and_(table.c.sink == run.sink, table.c.name == run.name, table.c.token == run.token)
+    return select(table.c.token).where(is_run).with_for_update(read=True, skip_locked=not waits)
+
+
+@lru_cache(maxsize=32)
+def _begun(ledger: Table, sink: str, batch_id: str) -> Sequence[Select[Any]]:
+    columns = (ledger.c.partition_count, ledger.c.destination)
+    return tuple(select(column).where(_is_begun(ledger, sink, batch_id)) for column in columns)
+
+
+def _is_begun(ledger: Table, sink: str, batch_id: str) -> ColumnElement[bool]:
+    return and_(ledger.c.sink == sink, ledger.c.batch_id == batch_id, ledger.c.partition_id == BEGUN)
 
 
 # The ledger batch by batch, from the view `dualwrite_batch`: for people and charts. The protocol never reads it.

@@ -27,10 +27,12 @@ from sqlalchemy import (
     LargeBinary,
     MetaData,
     PrimaryKeyConstraint,
+    Select,
     String,
     Table,
     Text,
     UniqueConstraint,
+    bindparam,
     event,
     func,
     literal,
@@ -565,17 +567,19 @@ def read_rows(
     tables: Tables, ids: Sequence[str], connection: Connection, *, locked: bool = False
 ) -> Sequence[StateRow]:
     """The rows of these sorted ids, in order of id, optionally locked one after the other. Missing ones are left out."""
-    state = tables.state
-    statement = select(*row_columns(tables)).order_by(state.c.transactional_id)
-    statement = statement.with_for_update() if locked else statement
+    statement = _reading(tables, locked=locked)
     return [
         row
         for chunk in in_chunks(ids)
-        for row in parse_rows(
-            state.fullname,
-            connection.execute(statement.where(state.c.transactional_id.in_(chunk))).mappings().all(),
-        )
+        for row in parse_rows(tables.state.fullname, connection.execute(statement, {"ids_": chunk}).mappings().all())
     ]
+
+
+@lru_cache(maxsize=64)
+def _reading(tables: Tables, *, locked: bool) -> Select[Any]:
+    name = tables.state.c.transactional_id
+    statement = select(*row_columns(tables)).where(name.in_(bindparam("ids_", expanding=True))).order_by(name)
+    return statement.with_for_update() if locked else statement
 
 
 # Types of columns that mean the same in every database: texts that are compared byte by byte.

@@ -17,6 +17,7 @@ import secrets
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol, cast
 
 import psycopg
@@ -751,11 +752,9 @@ def require_types(
     schemas, names = zip(*tables, strict=True)
     found: dict[tuple[str, str], dict[str, str]] = {table: {} for table in tables}
     values: Sequence[object] = [None] * len(beside)
-    types = _TYPES.columns(nspname=String, relname=String, attname=String, shown=String).subquery()
-    statement = select(types, *(one.scalar_subquery() for one in beside))
     try:
         bound = {"schemas": list(schemas), "tables": list(names)}
-        for schema, table, name, shown, *beside_it in connection.execute(statement, bound):
+        for schema, table, name, shown, *beside_it in connection.execute(_types_beside(*beside), bound):
             values = beside_it
             if (schema, table) in found:
                 found[schema, table][name] = shown
@@ -764,6 +763,12 @@ def require_types(
     for columns in found.values():
         require_planned(columns, planned, shown_name)
     return values
+
+
+@lru_cache(maxsize=32)
+def _types_beside(*queries: Select[Any]) -> Select[Any]:
+    types = _TYPES.columns(nspname=String, relname=String, attname=String, shown=String).subquery()
+    return select(types, *(one.scalar_subquery() for one in queries))
 
 
 def _scale(type_name: str, typmod: int) -> int | None:
