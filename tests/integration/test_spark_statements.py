@@ -145,10 +145,10 @@ class Task:
 
 
 class Stream:
-    """A stream in one of the ways, with a Python worker for each of its partitions."""
+    """A stream in one of the ways, with a Python worker for each of its partitions, or for as many as there are workers."""
 
-    def __init__(self, case, way):
-        self._case, self._way = case, way
+    def __init__(self, case, way, *, most_workers=16):
+        self._case, self._way, self._most_workers = case, way, most_workers
         self._workers = deque()
         self._number = 0
         self._rows = 0
@@ -156,8 +156,9 @@ class Stream:
     @contextmanager
     def _worker(self, partition):
         """A worker process: what it keeps from task to task, and nothing of the driver's or the other workers'."""
-        kept = self._workers[partition] if partition < len(self._workers) else {}
-        if partition == len(self._workers):
+        place = partition % self._most_workers
+        kept = self._workers[place] if place < len(self._workers) else {}
+        if place == len(self._workers):
             self._workers.append(kept)
         with (
             mock.patch.object(worker, "_kept", kept),
@@ -243,3 +244,22 @@ def test_a_micro_batch_of_one_row_asks_no_more_than_this(request, numbers, dualw
     more = Asked(*(two - one for one, two in zip(astuple(found), astuple(found_two), strict=True)))
     for was, limit in ((found, one), (more, further)):
         assert was.within(limit), f"{was}, and at most {limit} was agreed; one partition sent:\n{sent}"
+
+
+@pytest.mark.parametrize("way", ["staging", "prepared"])
+def test_a_worker_does_not_look_for_slots_that_its_batch_has_filled(numbers, dualwrite_postgres, way):
+    with PostgresProxy(dualwrite_postgres) as database:
+        stream = Stream(replace(numbers, url=database.url(numbers.url)), way, most_workers=1)
+        looked = []
+        try:
+            for partitions in (1, 2, 2):
+                seen = len(database.requests)
+                stream.write(partitions)
+                sent = [one for request in database.requests[seen:] for one in request.statements]
+                looked.append(sum(one.startswith("WITH HELD") and "SKIP LOCKED" in one for one in sent))
+        finally:
+            stream.close()
+    # The first task has nothing at rest. The second batch finds one lane; in the third each task has one.
+    assert looked == [0, 1, 2]
+    numbers.verify(5)
+    nothing_is_left(numbers)
