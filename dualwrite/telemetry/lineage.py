@@ -179,6 +179,34 @@ class LineageRun:
             logger.warning("%s: the lineage event %s was not sent: %s", self._job.name, state.value, failed)
 
 
+def emit_alone(
+    namespace: str,
+    job: str,
+    state: str,
+    outputs: Iterable[OutputDataset],
+    inputs: Iterable[InputDataset],
+    *,
+    run_id: str | None,
+    streaming: bool,
+    error: BaseException | None = None,
+    at: str | None = None,
+) -> None:
+    """Send one event of a run by a client of its own, which its environment variables configure; see :meth:`LineageRun.emit`.
+
+    The client is closed, so that a transport that sends later has sent it when this returns: the process may end now.
+    """
+    try:
+        client = OpenLineageClient()
+    except Exception as failed:  # noqa: BLE001 - a transport of the user's choice
+        logger.warning("%s: the lineage event %s was not sent: %s", job, state, failed)
+        return
+    try:
+        run = LineageRun(client, namespace, job, streaming=streaming, run_id=run_id)
+        run.emit(RunState[state], outputs, inputs, error=error, at=at)
+    finally:
+        client.close(_LAST_EVENT_S)
+
+
 def _now() -> str:
     return datetime.now(timezone.utc).isoformat()
 

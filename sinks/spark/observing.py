@@ -11,12 +11,14 @@ import logging
 import posixpath
 import re
 import threading
+import uuid
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
@@ -45,7 +47,6 @@ if TYPE_CHECKING:
 
     from dualwrite.sinks.spark.options import SinkOptions
     from dualwrite.sinks.spark.targets import Target
-    from dualwrite.telemetry.lineage import LineageRun
 
 logger = logging.getLogger(__name__)
 
@@ -268,30 +269,22 @@ class BatchLineage:
         self._is_begun = run_id is not None
         self._targets: Sequence[Target] = ()
         self._inputs: list[InputDataset] = []
-        self._run: LineageRun | None = None
+        self._streaming = streaming
+        self.run_id: str | None = None
+        """The run's id, for the process that ends it."""
         if options.lineage_namespace is not None:
-            try:
-                from openlineage.client import OpenLineageClient  # noqa: PLC0415 - of an extra
-
-                from dualwrite.telemetry.lineage import LineageRun  # noqa: PLC0415 - as above
-            except ImportError as error:
+            # Not imported: that takes longer than to plan a micro-batch, and the process that plans it reports nothing.
+            if find_spec("openlineage") is None:
                 raise ConfigurationError(
                     "lineage_namespace needs OpenLineage's client, which is not installed on the driver",
                     next_step="pip install 'dualwrite[openlineage]'",
-                ) from error
-            self._run = LineageRun(
-                OpenLineageClient(), options.lineage_namespace, options.sink, streaming=streaming, run_id=run_id
-            )
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's id, for the process that ends it."""
-        return None if self._run is None else self._run.run_id
+                )
+            self.run_id = run_id or str(uuid.uuid4())
 
     def start(self, targets: Sequence[Target], sources: str | None, at: datetime | None = None) -> None:
         """Report that the run has begun, perhaps earlier. `sources` are as the ledger keeps them."""
         self._targets = targets
-        if self._run is None:
+        if self.run_id is None:
             return
         self._inputs = list(inputs_of(sources, self._options.lineage_kafka))
         if not self._is_begun:
@@ -300,12 +293,12 @@ class BatchLineage:
 
     def complete(self, rows: Mapping[int, int]) -> None:
         """Report the end, and how many rows of each target this run has written, by the target's number."""
-        if self._run is not None:
+        if self.run_id is not None:
             self._emit("COMPLETE", rows)
 
     def fail(self, error: BaseException | None) -> None:
         """Report a failure of a run that has begun. The error is None if Spark does not tell it to this process."""
-        if self._run is not None and self._is_begun:
+        if self.run_id is not None and self._is_begun:
             self._emit("FAIL", error=error)
 
     def _emit(
@@ -316,10 +309,22 @@ class BatchLineage:
         error: BaseException | None = None,
         at: str | None = None,
     ) -> None:
-        from openlineage.client.event_v2 import RunState  # noqa: PLC0415 - of an extra
+        from dualwrite.telemetry.lineage import emit_alone  # noqa: PLC0415 - of an extra
 
-        assert self._run is not None
-        send = partial(self._run.emit, RunState[state], self._outputs(rows), self._inputs, error=error, at=at)
+        options = self._options
+        assert options.lineage_namespace is not None
+        send = partial(
+            emit_alone,
+            options.lineage_namespace,
+            options.sink,
+            state,
+            list(self._outputs(rows)),
+            self._inputs,
+            run_id=self.run_id,
+            streaming=self._streaming,
+            error=error,
+            at=at,
+        )
         thread = threading.Thread(target=send, name="dualwrite lineage", daemon=True)
         thread.start()
         thread.join(_LONGEST_S)

@@ -1,6 +1,7 @@
 """OpenLineage's events of Spark's batches and streams, by the real client into a file: both outputs and the inputs of each run."""
 
 import json
+import sys
 
 import pytest
 from harness.spark import PARTITIONS, ROWS, SPARKS_ERRORS
@@ -148,7 +149,9 @@ def test_a_micro_batch_that_fails_is_a_run_that_fails(spark, numbers, events, fi
 
 
 def test_a_transport_that_fails_fails_no_batch(spark, numbers, monkeypatch, caplog):
-    monkeypatch.setenv("OPENLINEAGE__TRANSPORT", json.dumps({"type": "http", "url": "http://127.0.0.1:1"}))
+    monkeypatch.setenv(
+        "OPENLINEAGE__TRANSPORT", json.dumps({"type": "http", "url": "http://127.0.0.1:1", "retry": {"total": 0}})
+    )
     report = write_batch(numbered(spark), batch_id="1", **numbers.settings, **MORE)
     assert report.written_partitions == PARTITIONS
     assert "the lineage event COMPLETE was not sent" in caplog.text
@@ -156,7 +159,7 @@ def test_a_transport_that_fails_fails_no_batch(spark, numbers, monkeypatch, capl
 
 
 def test_a_client_that_is_not_installed_is_refused_before_a_task_runs(spark, numbers, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "openlineage.client", None)
+    monkeypatch.setitem(sys.modules, "openlineage", None)
     with pytest.raises(ConfigurationError, match=r"dualwrite\[openlineage\]"):
         write_batch(numbered(spark), batch_id="1", **numbers.settings, **MORE)
     assert not numbers.execute("SELECT * FROM dualwrite_ledger")

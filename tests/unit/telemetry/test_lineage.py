@@ -21,7 +21,8 @@ from openlineage.client.serde import Serde
 from openlineage.client.transport import Transport
 from openlineage.client.transport.http import HttpConfig, HttpTransport
 
-from dualwrite.telemetry.lineage import Lineage, LineageRun, table_dataset, topic_dataset
+from dualwrite.telemetry import lineage as module
+from dualwrite.telemetry.lineage import Lineage, LineageRun, emit_alone, table_dataset, topic_dataset
 
 KAFKA = {"bootstrap.servers": "kafka-1:9092,kafka-2:9092"}
 URL = "postgresql+psycopg://app:secret@db/shop"
@@ -33,11 +34,16 @@ class Recorded(Transport):
     def __init__(self):
         self.events = []
         self.arrived = threading.Condition()
+        self.is_closed = False
 
     def emit(self, event):
         with self.arrived:
             self.events.append(json.loads(Serde.to_json(event)))
             self.arrived.notify_all()
+
+    def close(self, timeout=-1):
+        self.is_closed = timeout > 0
+        return True
 
     def wait(self, count):
         with self.arrived:
@@ -208,6 +214,25 @@ def test_a_run_of_a_batch_names_its_parent(sent):
     assert event["job"]["facets"]["jobType"]["processingType"] == "BATCH"
     assert event["run"]["facets"]["parent"]["job"] == {"namespace": "spark", "name": "app", "facets": {}}
     assert outputs(event) == {("kafka://k:9092", "flights"): 5, ("postgres://db:5432", "shop.public.flights"): 7}
+
+
+def test_an_event_of_its_own_has_left_when_the_call_returns(sent, monkeypatch):
+    """The process may end then, with what a transport that sends later still holds."""
+    monkeypatch.setattr(module, "OpenLineageClient", lambda: OpenLineageClient(transport=sent))
+    emit_alone("spark", "flights", "START", [topic_dataset("k:9092", "flights")], [], run_id="0" * 32, streaming=True)
+    assert sent.is_closed
+    (event,) = sent.events
+    assert (event["eventType"], event["run"]["runId"]) == ("START", "0" * 32)
+    assert event["job"]["facets"]["jobType"]["processingType"] == "STREAMING"
+
+
+def test_an_event_whose_client_cannot_be_made_is_logged(monkeypatch, caplog):
+    def broken():
+        raise ValueError("no such transport")
+
+    monkeypatch.setattr(module, "OpenLineageClient", broken)
+    emit_alone("spark", "flights", "START", [], [], run_id="0" * 32, streaming=True)
+    assert "flights: the lineage event START was not sent: no such transport" in caplog.text
 
 
 @pytest.mark.parametrize(
