@@ -160,6 +160,7 @@ def test_example_prints_what_it_shows(request, example, dualwrite_kafka, dualwri
     }
     if example.startswith("outage"):
         del servers["DUALWRITE_TEST_KAFKA"]  # it stops a broker of its own
+        servers |= class_archive.environment()
     done = subprocess.run(
         [sys.executable, str(EXAMPLES / example)],
         env=os.environ | servers,
