@@ -104,3 +104,10 @@ def test_what_is_handed_over_undecided_has_no_savepoint_and_cannot_decide(engine
         store.commit(connection)
     assert mariadb.query("SELECT id FROM orders") == [(1,)]
     assert not store.read(["orders"])[0].prepared.has_transaction
+
+
+def test_a_url_that_names_mariadb_is_served_as_well(mariadb: Database) -> None:
+    engine = own_engine(make_url(mariadb.url).set(drivername="mariadb+pymysql"))
+    row = mariadb.claim(SqlStateStore(engine), "orders")
+    assert (engine.dialect.name, row.incarnation) == ("mariadb", 1)
+    engine.dispose()

@@ -114,8 +114,8 @@ class _OwnSessions(MySQLDialect_pymysql):
 
     def _fetch_setting(self, connection: Connection, setting_name: str) -> str | None:
         """The SQL mode is that of :data:`SESSION`; the case of table names matters to reflection alone, which is not used."""
-        del connection
-        return {"sql_mode": SQL_MODE, "lower_case_table_names": "0"}[setting_name]
+        known = {"sql_mode": SQL_MODE, "lower_case_table_names": "0"}.get(setting_name)
+        return super()._fetch_setting(connection, setting_name) if known is None else known
 
     def get_default_isolation_level(self, dbapi_conn: Any) -> Any:
         del dbapi_conn
