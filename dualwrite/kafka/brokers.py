@@ -54,6 +54,7 @@ _LOOKUP_S: Final = 5.0  # any broker can answer a lookup: move on to the next on
 _MOST_IDLE: Final = 4
 _JITTER: Final = (0.8, 1.2)
 _KNOCK_WITHIN_S: Final = 0.2
+_JUST_S: Final = 0.1
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )
@@ -278,7 +279,7 @@ class Connections:
             connection is not None
             and connection.is_open
             and not connection.in_flight
-            and now_s() - connection.used_at < LOOK_AFTER_S
+            and now_s() - connection.used_at < _JUST_S
         )
 
     # Requests whose answers are taken later.

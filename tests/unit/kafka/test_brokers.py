@@ -149,11 +149,12 @@ def test_a_broker_has_just_answered_if_its_connection_is_open_and_nothing_is_out
     connections, broker, monkeypatch
 ):
     assert not connections.has_just_answered(0)
+    monkeypatch.setattr(brokers_module, "_JUST_S", PATIENCE_S)
     end(connections)
     assert connections.has_just_answered(0)
-    monkeypatch.setattr(brokers_module, "LOOK_AFTER_S", 0.0)
+    monkeypatch.setattr(brokers_module, "_JUST_S", 0.0)
     assert not connections.has_just_answered(0)
-    monkeypatch.undo()
+    monkeypatch.setattr(brokers_module, "_JUST_S", PATIENCE_S)
     broker.answers[END_TXN] = lambda _: None
     connections.post(0, EndTxn("id", (7, 3), committed=True), [].append)
     assert not connections.has_just_answered(0)
