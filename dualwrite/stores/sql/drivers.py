@@ -8,7 +8,6 @@ connection to a server or pooler that is alive but does not answer.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import threading
@@ -37,75 +36,28 @@ if TYPE_CHECKING:
 
     from dualwrite.protocol.prepared_state import PreparedTxnState
 
-_KEPT: Final = "dualwrite_line"
-
-
-class Line:
-    """A duplicate of a connection's socket, by which it can be shut.
-
-    By the time that a wait has lasted too long, the connection's own descriptor may have been closed, and its number may
-    belong to another file. One duplicate serves a connection for as long as it lives: making one for each wait took longer
-    than the rest of the watch. It closes with the connection's object. A forked process closes it at once: the server could
-    not see that its parent has died as long as any process holds the socket.
-    """
-
-    __slots__ = ("__weakref__", "_file", "_fileno")
-    _give_back = staticmethod(os.close)  # as the interpreter ends, modules are gone before the last objects
-
-    def __init__(self, fileno: int) -> None:
-        self._fileno = -1
-        self._file = os.fstat(fileno).st_ino
-        self._fileno = os.dup(fileno)
-        _lines.add(self)
-
-    def is_of(self, fileno: int) -> bool:
-        """Whether that descriptor is still one of the same socket: a driver may have connected again."""
-        return self._fileno >= 0 and os.fstat(fileno).st_ino == self._file
-
-    def shut(self) -> None:
-        """End the connection, for each descriptor of its socket."""
-        with (
-            contextlib.suppress(OSError),
-            socket.socket(fileno=os.dup(self._fileno)) as own,
-        ):  # the peer closed it first
-            own.shutdown(socket.SHUT_RDWR)
-
-    def close(self) -> None:
-        """Close the duplicate, and leave the connection alone. Idempotent."""
-        fileno, self._fileno = self._fileno, -1
-        if fileno >= 0:
-            self._give_back(fileno)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-_lines: Final[WeakSet[Line]] = WeakSet()
-
-
-def line_of(driver: Any, fileno: int) -> Line:
-    """The duplicate for this connection of a driver's, which keeps it."""
-    kept: Line | None = vars(driver).get(_KEPT)
-    if kept is None or not kept.is_of(fileno):
-        kept = vars(driver)[_KEPT] = Line(fileno)
-    return kept
-
 
 class Watch:
     """One wait, for as long as its ``with`` block lasts: if that is too long, the connection is shut, and the wait fails.
 
     If the answer came at the last moment, and the connection was shut, ``shut`` is called after the block. ``expired`` says
     that the connection was shut: it is unusable then, even if the answer arrived.
+
+    It shuts by a duplicate of the socket: by then the connection's own descriptor may have been closed, and its number may
+    belong to another file. The duplicate lives no longer than the wait. The server sees the end of a connection, and ends its
+    transaction, only once no descriptor of its socket is left; and some drivers close the socket without a word.
     """
 
-    __slots__ = ("_dog", "_line", "_shut", "due_s", "expired")
+    __slots__ = ("_dog", "_fileno", "_shut", "due_s", "expired")
+    _give_back = staticmethod(os.close)  # as the interpreter ends, modules are gone before the last objects
 
-    def __init__(self, dog: Watchdog, line: Line, seconds: float, shut: Callable[[], object] | None = None) -> None:
+    def __init__(self, dog: Watchdog, fileno: int, seconds: float, shut: Callable[[], object] | None = None) -> None:
+        self._fileno = -1
         self._dog = dog
-        self._line = line
         self._shut = shut
         self.due_s = now_s() + seconds
         self.expired = False
+        self._fileno = os.dup(fileno)
 
     def __enter__(self) -> Self:
         dog = self._dog
@@ -119,12 +71,24 @@ class Watch:
         dog = self._dog
         with dog.lock:
             dog.watched.discard(self)
+            self.close()
         if self.expired and kind is None and self._shut is not None:
             self._shut()
 
     def expire(self) -> None:
+        """End the connection, for each descriptor of its socket."""
         self.expired = True
-        self._line.shut()
+        with suppress(OSError), socket.socket(fileno=os.dup(self._fileno)) as own:  # the peer closed it first
+            own.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the duplicate, and leave the connection alone. Idempotent."""
+        fileno, self._fileno = self._fileno, -1
+        if fileno >= 0:
+            self._give_back(fileno)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 class Watchdog:
@@ -164,9 +128,11 @@ WATCHDOG: Final = Watchdog()
 
 
 def _in_child() -> None:
+    """The server could not see that the parent has died as long as any process holds the socket."""
+    watched = WATCHDOG.watched
     WATCHDOG.begin()
-    for line in list(_lines):
-        line.close()
+    for watch in list(watched):
+        watch.close()
 
 
 os.register_at_fork(after_in_child=_in_child)

@@ -40,7 +40,6 @@ from dualwrite.stores.sql.drivers import (
     WATCHDOG,
     Watch,
     execute_below,
-    line_of,
 )
 from dualwrite.stores.sql.savepoint_probe import mapped
 from dualwrite.stores.sql.tables import OWN_TABLES
@@ -429,7 +428,7 @@ class MariaDB(Dialect):
             return nullcontext()
         driver = _driver(connection)
         # If the answer comes at the last moment, the pool must not keep a shut connection.
-        return Watch(WATCHDOG, line_of(driver, fileno_of(driver)), seconds, connection.invalidate)
+        return Watch(WATCHDOG, fileno_of(driver), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         """There is no name: the row itself shows the outcome."""

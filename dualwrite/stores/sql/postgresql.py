@@ -62,7 +62,7 @@ from dualwrite.stores.sql.access import (
     version_of,
 )
 from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
-from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, line_of, own_connection
+from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
 if TYPE_CHECKING:
@@ -810,7 +810,7 @@ class PostgreSQL(Dialect):
         if seconds is None or driver.closed:
             return nullcontext()
         # If the answer comes at the last moment, the pool must not keep a shut connection.
-        return Watch(WATCHDOG, line_of(driver, driver.fileno()), seconds, connection.invalidate)
+        return Watch(WATCHDOG, driver.fileno(), seconds, connection.invalidate)
 
     def check_end(self, connection: Connection, values: Sequence[object]) -> str | None:
         del connection
