@@ -404,7 +404,11 @@ def drop_batch_view(op: Operations, schema: str | None) -> None:
 
 
 def prefix_of(op: Operations, schema: str | None) -> str:
-    """The quoted prefix of names in a schema."""
+    """The quoted prefix of names in a schema, for a statement as text."""
     if schema is None:
         return ""
-    return f"{op.get_context().dialect.identifier_preparer.quote_schema(schema)}."
+    preparer = op.get_context().dialect.identifier_preparer
+    quoted = preparer.quote_schema(schema)
+    if preparer._double_percents:  # noqa: SLF001 - as text() does once more
+        quoted = quoted.replace("%%", "%")
+    return quoted.replace(":", r"\:") + "."

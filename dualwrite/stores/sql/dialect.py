@@ -279,6 +279,13 @@ class Dialect(ABC):
         return DatabaseVerdict.UNKNOWN
 
 
+def name_of(connection: Connection, table: Table) -> str:
+    """The table's quoted name as the server takes it. SQLAlchemy doubles each ``%``, for drivers that look for values there."""
+    preparer = connection.dialect.identifier_preparer
+    name = preparer.format_table(table)
+    return name.replace("%%", "%") if preparer._double_percents else name  # noqa: SLF001 - nothing public tells
+
+
 def put_rows(connection: Connection, put: Put | None) -> None:
     """Put the messages, if any, by the driver: many in one call."""
     if put is not None and put.rows:

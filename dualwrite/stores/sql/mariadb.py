@@ -35,7 +35,7 @@ from dualwrite.stores.sql.access import (
     number_of,
     version_of,
 )
-from dualwrite.stores.sql.dialect import DECIDES_NOTHING, Dialect, Identity, Standing, driver_of, put_rows
+from dualwrite.stores.sql.dialect import DECIDES_NOTHING, Dialect, Identity, Standing, driver_of, name_of, put_rows
 from dualwrite.stores.sql.drivers import (
     WATCHDOG,
     Watch,
@@ -414,7 +414,7 @@ class MariaDB(Dialect):
 
     def delete_waiting(self, connection: Connection, table: Table, numbers: Sequence[int]) -> int:
         """Number by number: a look through the table, which the server prefers, would wait for what others are putting."""
-        name = connection.dialect.identifier_preparer.format_table(table)
+        name = name_of(connection, table)
         given = ",".join(map(str, map(int, numbers)))
         return execute_below(
             connection,

@@ -60,6 +60,7 @@ from dualwrite.stores.sql.access import (
     meaning_of,
     version_of,
 )
+from dualwrite.stores.sql.dialect import name_of
 from dualwrite.stores.sql.drivers import own_connection
 from dualwrite.stores.sql.short_transactions import FoundTables, ShortTransactions, dialect_of, judge_tables
 from dualwrite.stores.sql.tables import MYSQL, VERSION_TABLE, columns_at, database_now, declare_tables, in_chunks
@@ -538,7 +539,7 @@ def kept_versions(connection: Connection, tables: Tables) -> CheckResult:
     While any snapshot in the database is older, PostgreSQL keeps a version of each update, and each look-up reads past all of
     them.
     """
-    name = connection.dialect.identifier_preparer.format_table(tables.state)
+    name = name_of(connection, tables.state)
     kept = connection.scalar(_DEAD, {"name": name}) or 0
     return old_versions(name, kept, lambda: _oldest_snapshot(connection))
 
@@ -583,7 +584,7 @@ def _postgresql_facts(connection: Connection, tables: Tables | None) -> Postgres
     *values, is_standby = connection.execute(select(settings, literal_column("pg_is_in_recovery()"))).one()
     outbox = None
     if tables is not None:
-        name = connection.dialect.identifier_preparer.format_table(tables.outbox)
+        name = name_of(connection, tables.outbox)
         outbox = connection.execute(_OUTBOX_SIZE, {"name": name}).one_or_none()
     return PostgresFacts(
         version=version_of(connection),

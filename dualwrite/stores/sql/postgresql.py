@@ -61,7 +61,7 @@ from dualwrite.stores.sql.access import (
     stand_alone,
     version_of,
 )
-from dualwrite.stores.sql.dialect import Dialect, Identity, Standing
+from dualwrite.stores.sql.dialect import Dialect, Identity, Standing, name_of
 from dualwrite.stores.sql.drivers import PREFIX, WATCHDOG, Watch, own_connection
 from dualwrite.stores.sql.savepoint_probe import PsycopgWitness
 
@@ -821,7 +821,7 @@ class PostgreSQL(Dialect):
 
     def identity(self, connection: Connection, tables: Tables) -> Identity:
         """Any role may read it; copies of a server started later."""
-        name = connection.dialect.identifier_preparer.format_table(tables.state)
+        name = name_of(connection, tables.state)
         started, database, table = connection.execute(_IDENTITY, {"name": name}).one()
         return Identity((started, database), table)
 
@@ -880,6 +880,6 @@ def refuse_unlogged(connection: Connection, tables: Tables) -> None:
 def unlogged_tables(connection: Connection, tables: Tables) -> Iterator[str]:
     """Those of these tables that the server empties after a crash."""
     for table in (tables.state, tables.outbox, tables.aside, tables.mode):
-        name = connection.dialect.identifier_preparer.format_table(table)
+        name = name_of(connection, table)
         if connection.scalar(_UNLOGGED, {"name": name}):
             yield name

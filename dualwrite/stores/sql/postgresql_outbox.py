@@ -16,6 +16,7 @@ from sqlalchemy.util import await_only
 from dualwrite.protocol.message import columns_of
 from dualwrite.protocol.values import PackedColumn
 from dualwrite.stores.sql.access import ended_inside
+from dualwrite.stores.sql.dialect import name_of
 from dualwrite.stores.sql.postgresql import (
     IMMEDIATE,
     NOW_TEXT,
@@ -168,7 +169,7 @@ def ask_and_put(  # noqa: PLR0917 - what the adapter has found
     """Execute a decision, and put the messages: in the same exchange if they are few, else after it."""
     begun = begun_of(connection)
     driver = begun.driver
-    table = connection.dialect.identifier_preparer.format_table(put.table)
+    table = name_of(connection, put.table)
     # Sent in one text, both would be one transaction by themselves, if that which was begun is gone.
     condition = f"{begun.started} = {NOW_TEXT}"
     with_it = bool(put.rows) and fits_in_text(put)
@@ -269,7 +270,7 @@ def _fetch_binary(
 
 def read(connection: Connection, tables: Tables, asked: Asked) -> WaitingMessages:
     """Read the first messages: the columns in binary form, each in one piece. The server leaves out what does not fit."""
-    table = connection.dialect.identifier_preparer.format_table(tables.outbox).replace("%", "%%")
+    table = name_of(connection, tables.outbox).replace("%", "%%")
     values: dict[str, object] = asked._asdict()
     _fetch_binary(connection, _BY_INDEX, None)
     found = _fetch_binary(connection, _READ.format(table=table), values)[0]
@@ -294,7 +295,7 @@ def read(connection: Connection, tables: Tables, asked: Asked) -> WaitingMessage
 
 def delete(connection: Connection, begun: Begun, table: Table, numbers: Sequence[int]) -> int:
     """Delete by runs of numbers that follow each other, or one by one: a range would take along what has come late."""
-    name = connection.dialect.identifier_preparer.format_table(table)
+    name = name_of(connection, table)
     runs = runs_of(numbers)
     if len(runs) * _FEW < len(numbers):
         statement = f"DELETE FROM {name} USING unnest($1, $2) AS run(low, high) WHERE seq BETWEEN low AND high"  # noqa: S608 - a table's name

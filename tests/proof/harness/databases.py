@@ -32,7 +32,7 @@ BOTH_DATABASES = pytest.mark.parametrize(
 )
 """Runs a test of the fixture `numbers` on each database."""
 CLUSTER = "cluster-one"
-ODD_SCHEMA = 'My "own" schema'
+ODD_SCHEMA = 'My "own" 100% schema:x'
 
 
 def by_way_on_both_databases(ways: Sequence[str], quick: Collection[str]) -> pytest.MarkDecorator:
