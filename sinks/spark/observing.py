@@ -274,7 +274,8 @@ class BatchLineage:
         """The run's id, for the process that ends it."""
         if options.lineage_namespace is not None:
             # Not imported: that takes longer than to plan a micro-batch, and the process that plans it reports nothing.
-            if find_spec("openlineage") is None:
+            # `openlineage` alone has no code: any directory of that name would be taken for it.
+            if find_spec("openlineage") is None or find_spec("openlineage.client") is None:
                 raise ConfigurationError(
                     "lineage_namespace needs OpenLineage's client, which is not installed on the driver",
                     next_step="pip install 'dualwrite[openlineage]'",

@@ -1,13 +1,15 @@
 """The names of what a batch was read from, of what the ledger keeps."""
 
 import json
+import sys
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("openlineage", reason="the extra 'openlineage' is not installed")
 
 from dualwrite import ConfigurationError
-from dualwrite.sinks.spark.observing import inputs_of
+from dualwrite.sinks.spark.observing import BatchLineage, inputs_of
 from dualwrite.sinks.spark.options import SinkOptions
 
 
@@ -48,3 +50,15 @@ def test_a_cluster_without_a_namespace_is_refused():
         SinkOptions(
             sink="s", kafka={}, url="postgresql+psycopg://db/shop", table="t", topic="t", lineage_kafka="k:9092"
         )
+
+
+def test_a_directory_named_openlineage_is_not_taken_for_the_client(tmp_path, monkeypatch):
+    (tmp_path / "openlineage").mkdir()  # as one beside a notebook, with the client's configuration
+    others = [one for one in sys.path if not (Path(one) / "openlineage").exists()]
+    monkeypatch.setattr("sys.path", [str(tmp_path), *others])
+    for name in [one for one in sys.modules if one.partition(".")[0] == "openlineage"]:
+        monkeypatch.delitem(sys.modules, name)
+    settings = {"kafka": {}, "url": "postgresql+psycopg://db/shop", "table": "t", "topic": "t"}
+    options = SinkOptions(sink="s", **settings, lineage_namespace="prod")
+    with pytest.raises(ConfigurationError, match="not installed"):
+        BatchLineage(options, streaming=False)
