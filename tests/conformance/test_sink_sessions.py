@@ -11,6 +11,7 @@ from sqlalchemy import Connection, Engine, exc, make_url, text
 
 from dualwrite.errors import IllegalStateError
 from dualwrite.protocol.values import Decision
+from dualwrite.sinks.spark.databases.mariadb import MariaDB
 from dualwrite.sinks.spark.databases.mariadb_sessions import SQL_MODE, execute_ddl, own_engine
 from dualwrite.stores.sql.dialect import DECIDES_NOTHING
 from dualwrite.stores.sql.mariadb import is_mariadb
@@ -111,3 +112,13 @@ def test_a_url_that_names_mariadb_is_served_as_well(mariadb: Database) -> None:
     row = mariadb.claim(SqlStateStore(engine), "orders")
     assert (engine.dialect.name, row.incarnation) == ("mariadb", 1)
     engine.dispose()
+
+
+def test_all_json_columns_are_found_whatever_limit_the_session_has_for_joined_texts(mariadb: Database) -> None:
+    url = make_url(mariadb.url).update_query_dict({"init_command": "SET group_concat_max_len = 64"})
+    engine = MariaDB(url).engine
+    with engine.connect() as connection:
+        execute_ddl(connection, f"CREATE TABLE many ({', '.join(f'c{number} JSON' for number in range(9))})")
+        table = MariaDB(url).read_table(connection, "many")
+    engine.dispose()
+    assert {column.type_name for column in table.columns.values()} == {"json"}
