@@ -55,6 +55,7 @@ _MOST_IDLE: Final = 4
 _JITTER: Final = (0.8, 1.2)
 _KNOCK_WITHIN_S: Final = 0.2
 _JUST_S: Final = 0.1
+"""A broker that has answered so lately is taken to be there still."""
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )

@@ -575,6 +575,7 @@ def _write_right(kafka_id: str) -> str:
 
 _TRANSACTION_VERSION: Final = "transaction.version"
 _LATELY_S: Final = 10.0
+"""Lanes live longer than that under what was true when they opened, so it need not be newer."""
 
 
 def _producers_now(

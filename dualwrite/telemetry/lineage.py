@@ -197,14 +197,13 @@ def emit_alone(
     """
     try:
         client = OpenLineageClient()
+        try:
+            run = LineageRun(client, namespace, job, streaming=streaming, run_id=run_id)
+            run.emit(RunState[state], outputs, inputs, error=error, at=at)
+        finally:
+            client.close(_LAST_EVENT_S)
     except Exception as failed:  # noqa: BLE001 - a transport of the user's choice
         logger.warning("%s: the lineage event %s was not sent: %s", job, state, failed)
-        return
-    try:
-        run = LineageRun(client, namespace, job, streaming=streaming, run_id=run_id)
-        run.emit(RunState[state], outputs, inputs, error=error, at=at)
-    finally:
-        client.close(_LAST_EVENT_S)
 
 
 def _now() -> str:

@@ -403,9 +403,9 @@ class SlotPool:
         records that it has begun (:meth:`Ledger.beginning`). None, with nothing leased, if there is no such slot, the run is
         over or just being replaced, or the batch cannot go on: :meth:`lease` then does it, or says why not.
 
-        One statement does it where a statement can stand alone and return what it has changed; else a transaction of two, or
-        of three for the first one of a batch. It is made once for all calls with the same `of`, which names the run and what
-        `begins` stands for; `bound` are the values of its parameters.
+        One statement does it where a statement can stand alone and return what it has changed; else a transaction of two
+        statements, or of three for the first one of a batch. The one statement is made once for all calls with the same `of`,
+        which names the run and what `begins` stands for; `bound` are the values of its parameters.
         """
         if not resting:
             return None

@@ -686,7 +686,7 @@ def require_types(
         for number in range(start, start + len(asked)):
             # A staging table has the types alone.
             require_planned({str(row[1]): str(row[2]) for row in rows if row[0] == number}, planned, shown_name)
-        values = values or next(tuple(row[3:]) for row in rows)
+        values = values or next(tuple(row[3:]) for row in rows if row[0] == start)
     return values
 
 

@@ -226,11 +226,14 @@ def test_an_event_of_its_own_has_left_when_the_call_returns(sent, monkeypatch):
     assert event["job"]["facets"]["jobType"]["processingType"] == "STREAMING"
 
 
-def test_an_event_whose_client_cannot_be_made_is_logged(monkeypatch, caplog):
-    def broken():
+@pytest.mark.parametrize("fails", ["made", "closed"])
+def test_an_event_whose_client_cannot_be_made_or_closed_is_logged(sent, monkeypatch, caplog, fails):
+    def broken(*_):
         raise ValueError("no such transport")
 
-    monkeypatch.setattr(module, "OpenLineageClient", broken)
+    monkeypatch.setattr(sent, "close", broken)
+    client = broken if fails == "made" else lambda: OpenLineageClient(transport=sent)
+    monkeypatch.setattr(module, "OpenLineageClient", client)
     emit_alone("spark", "flights", "START", [], [], run_id="0" * 32, streaming=True)
     assert "flights: the lineage event START was not sent: no such transport" in caplog.text
 
