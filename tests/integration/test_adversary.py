@@ -27,13 +27,14 @@ from dualwrite import (
 from dualwrite.clock import running_on
 from dualwrite.errors import CompletionPending, DualWriteError, IllegalStateError, Unavailable
 from dualwrite.failpoints import FailpointError
+from dualwrite.kafka import coordinator
 from dualwrite.stores.sql.store import SqlStateStore
 from dualwrite.stores.sql.tables import declare_tables
 from dualwrite.testing.checker import read_committed
 from dualwrite.testing.proxy import Api, KafkaProxy
 from dualwrite.writing.dual_write import DualWrite
 
-DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made
+DESCRIBE_CONFIGS = 32  # asked for whenever a producer is made, if it was not asked lately
 STATE = declare_tables(None).state
 
 
@@ -88,7 +89,13 @@ def test_an_interruption_at_a_commit_that_was_not_sent_aborts_both_and_is_not_sw
     assert both() == ([2], [2])
 
 
+@pytest.fixture
+def asked_each_time(monkeypatch):
+    monkeypatch.setattr(coordinator, "_LATELY_S", 0.0)
+
+
 @on_postgresql
+@pytest.mark.usefixtures("asked_each_time")
 def test_a_lane_whose_producer_could_not_be_initialised_is_made_anew(
     dualwrite_kafka, engine, dualwrite_topic, orders, both
 ):
@@ -147,6 +154,7 @@ def test_a_loss_is_told_although_settling_could_not_be_finished(dualwrite_kafka,
 
 
 @on_postgresql
+@pytest.mark.usefixtures("asked_each_time")
 def test_a_loss_is_told_before_the_next_producer_can_fail_to_be_made(
     dualwrite_kafka, engine, dualwrite_topic, orders, monkeypatch
 ):
