@@ -276,12 +276,7 @@ class Connections:
     def has_just_answered(self, node: int) -> bool:
         """Whether the broker has answered all that it was asked on a connection that is open, a moment ago."""
         connection = self._connections.get(node)
-        return (
-            connection is not None
-            and connection.is_open
-            and not connection.in_flight
-            and now_s() - connection.used_at < _JUST_S
-        )
+        return connection is not None and connection.is_quiet and now_s() - connection.used_at < _JUST_S
 
     # Requests whose answers are taken later.
 

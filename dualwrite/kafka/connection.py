@@ -369,6 +369,11 @@ class Connection:
         elif any(now >= entry[4] for entry in self.in_flight):
             self.fail(ConnectionBroken(f"{self.address}: no answer within {self._settings.request_s:.3g} s"))
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether it is open, nothing is outstanding, and nothing has come: not its end either."""
+        return self.is_open and not self.in_flight and not self._poll.poll(0)
+
     def rests_in_peace(self, now: float) -> bool:
         """Whether a connection that nobody waits for can be used again: the broker has not closed it meanwhile."""
         if self.in_flight or now - self.used_at < LOOK_AFTER_S or not self.is_open:

@@ -125,7 +125,7 @@ def test_an_action_through_the_page_on_every_screen(page, browser, engine):
     browser.execute_script("window.asked = true")
     wait_until(lambda: not browser.execute_script("return window.asked"), 60)  # it has loaded itself again
 
-    find(browser, 'a[href*="/terminate"]').click()
+    find(browser, 'a[href*="/terminate"][href*="orders"]').click()
     wait_until(lambda: width_of(browser) <= 360, 60)  # wider while it loads
     assert "THE DATABASE HAS DECIDED THIS TRANSACTION" in browser.page_source
     keep(browser, "serve-terminate-phone")
