@@ -48,6 +48,7 @@ ParentNames: TypeAlias = MutableMapping[
     Literal["schema_name", "table_name", "schema_qualified_table_name"], "str | None"
 ]
 Direction: TypeAlias = Literal["upgrade", "downgrade"]
+_Migration: TypeAlias = "Callable[[Operations, str | None], None]"
 
 HEAD: Final = "head"
 BASE: Final = "base"
@@ -81,7 +82,8 @@ def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None 
 def downgrade(connection: Connection, revision: str, *, schema: str | None = None) -> None:
     """Go back to a revision. ``base`` drops the tables, and with them everything that recovery needs.
 
-    Arguments, transactions and errors as in :func:`upgrade`.
+    Arguments, transactions and errors as in :func:`upgrade`. On MariaDB and MySQL it also takes back what an interrupted
+    upgrade has done of the next revision.
     """
     _migrate(connection, "downgrade", revision, schema)
 
@@ -104,7 +106,7 @@ def sql_script(
     Args:
         url: Names the kind of database; nothing connects.
         revision: The target revision.
-        start: The database's current revision.
+        start: The database's current revision; ``head`` is the newest.
         schema: As in :func:`upgrade`.
         direction: ``upgrade`` or ``downgrade``.
 
@@ -114,7 +116,10 @@ def sql_script(
     output = io.StringIO()
     with url_errors_mapped():
         dialect = make_url(url).get_dialect()()  # works without its driver
-    options = _options(schema, fn=_steps(direction, revision), as_sql=True, output_buffer=output, starting_rev=start)
+    here = _scripts().get_current_head() if start == HEAD else start
+    options = _options(
+        schema, fn=_steps(direction, revision, schema), as_sql=True, output_buffer=output, starting_rev=here
+    )
     context = MigrationContext.configure(dialect=dialect, opts=options)
     with _mapped_errors(None, schema), context.begin_transaction():
         operations = operations_in(context, schema)
@@ -145,7 +150,7 @@ def _migrate(connection: Connection, direction: Direction, revision: str, schema
                     f"there is no schema {schema!r}", next_step="attach the database under that name"
                 )
             connection.execute(CreateSchema(schema))
-        context = _context(connection, schema, fn=_steps(direction, revision))
+        context = _context(connection, schema, fn=_steps(direction, revision, schema))
         context.run_migrations(op=operations_in(context, schema), schema=schema)
 
 
@@ -213,11 +218,15 @@ def _options(schema: str | None, **options: object) -> dict[str, object]:
     }
 
 
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory(Path(__file__).parent)
+
+
 def _steps(
-    direction: Direction, revision: str
+    direction: Direction, revision: str, schema: str | None
 ) -> Callable[[tuple[str, ...], MigrationContext], Iterable[MigrationStep]]:
     """The function that gives Alembic the migrations to run, in order, once it knows the database's revision."""
-    scripts = ScriptDirectory(Path(__file__).parent)
+    scripts = _scripts()
     ordered = list(reversed(list(scripts.walk_revisions())))
     places = {
         BASE: 0,
@@ -231,7 +240,6 @@ def _steps(
         return places[name]
 
     def steps(heads: tuple[str, ...], context: MigrationContext) -> Iterable[MigrationStep]:
-        del context
         newest = ordered[-1].revision
         if direction == "upgrade" and revision == HEAD and heads and table_fit(heads[0], newest) is TableFit.NEWER:
             return []  # a program that starts by migrating may start again while newer ones are put in its place
@@ -239,12 +247,38 @@ def _steps(
         there = place(revision, f"known are: {', '.join(places)}")
         if direction == "upgrade":
             return [MigrationStep.upgrade_from_script(scripts.revision_map, script) for script in ordered[here:there]]
-        return [
+        back = [
             MigrationStep.downgrade_from_script(scripts.revision_map, script)
             for script in reversed(ordered[there:here])
         ]
+        if context.dialect.name not in MYSQL:
+            return back
+        begun = ordered[here : here + 1] if there <= here and not context.as_sql else []
+        return _numbered_first(
+            back, [script.module.downgrade for script in begun], operations_in(context, schema), schema
+        )
 
     return steps
+
+
+def _numbered_first(
+    back: Iterable[MigrationStep], begun: Iterable[_Migration], op: Operations, schema: str | None
+) -> Iterator[MigrationStep]:
+    """Steps of a downgrade that the database commits one by one: each sets the number, then takes away.
+
+    So all of the revision that the number says is there, wherever a migration was interrupted, and an upgrade may follow.
+    What is there beyond it is of the next revision: ``begun`` take that away.
+    """
+    for take_back in begun:
+        take_back(op, schema)
+    for step in back:
+        take_back, step.migration_fn = step.migration_fn, _nothing
+        yield step  # goes on once the number is set
+        take_back(op, schema)
+
+
+def _nothing(op: Operations, schema: str | None) -> None:
+    pass
 
 
 @contextmanager

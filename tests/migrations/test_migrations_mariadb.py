@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -71,6 +71,57 @@ def test_an_upgrade_that_is_interrupted_again_and_again_goes_on_where_it_was(eng
         assert list(made) == ["InnoDB"]
         connection.rollback()
         migrations.downgrade(connection, "base")
+        assert inspect(connection).get_table_names() == [VERSION_TABLE]
+
+
+@pytest.mark.parametrize("after", [3, 8, 17, 22, 33])
+def test_after_an_interrupted_downgrade_an_upgrade_makes_all_tables(engine: Engine, after: int) -> None:
+    with engine.connect() as connection:
+        migrations.upgrade(connection)
+    interrupt_after(engine, after, lambda connection: migrations.downgrade(connection, "base"))
+    with engine.connect() as connection:
+        migrations.upgrade(connection)
+        assert differences(connection) == []
+        connection.execute(text("SELECT byte_count FROM dualwrite_batch"))
+
+
+@pytest.mark.parametrize("after", [3, 10, 18, 29])
+def test_after_an_interrupted_upgrade_a_downgrade_leaves_no_table(engine: Engine, after: int) -> None:
+    interrupt_after(engine, after, migrations.upgrade)
+    with engine.connect() as connection:
+        migrations.downgrade(connection, "base")
+        assert inspect(connection).get_table_names() == [VERSION_TABLE]
+        assert inspect(connection).get_view_names() == []
+
+
+def interrupt_after(engine: Engine, changes: int, migrate: Callable[[Connection], None]) -> None:
+    """Interrupt a migration before the change that follows so many others."""
+    left = changes
+
+    def interrupt(_: Connection, __: object, statement: str, *___: object) -> None:
+        nonlocal left
+        if statement.split(maxsplit=1)[0] in {"CREATE", "ALTER", "DROP", "INSERT", "UPDATE", "DELETE"}:
+            left -= 1
+            if left < 0:
+                raise _Interrupted
+
+    event.listen(engine, "before_cursor_execute", interrupt)
+    with engine.connect() as connection, pytest.raises(_Interrupted):
+        migrate(connection)
+    event.remove(engine, "before_cursor_execute", interrupt)
+
+
+def test_what_is_printed_takes_the_tables_back(engine: Engine) -> None:
+    with engine.connect() as connection:
+        migrations.upgrade(connection)
+    url = engine.url.set(drivername="mariadb+pymysql")
+    script = migrations.sql_script(url, "base", start="head", direction="downgrade")
+    for statement in script.split(";\n"):
+        if statement.strip():
+            with engine.connect() as connection:
+                connection.exec_driver_sql(statement.replace("%", "%%"))
+                connection.commit()
+    with engine.connect() as connection:
         assert inspect(connection).get_table_names() == [VERSION_TABLE]
 
 
