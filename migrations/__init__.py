@@ -38,7 +38,14 @@ from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
 from dualwrite.protocol.values import TableFit, table_fit
-from dualwrite.stores.sql.access import Meaning, driver_words, map_database_error, meaning_of, url_errors_mapped
+from dualwrite.stores.sql.access import (
+    LEFT_IN_AUTOCOMMIT,
+    Meaning,
+    driver_words,
+    map_database_error,
+    meaning_of,
+    url_errors_mapped,
+)
 from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, TABLE_OPTIONS, VERSION_TABLE
 
 __all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
@@ -73,7 +80,8 @@ def upgrade(connection: Connection, revision: str = HEAD, *, schema: str | None 
         schema: The database schema for the tables, created if missing; None for the default one.
 
     Raises:
-        ConfigurationError: A right is missing, the tables are newer than this library, or there is no such revision.
+        ConfigurationError: A right is missing, the tables are newer than this library, there is no such revision, or a
+            connection to PostgreSQL is in autocommit.
         Unavailable: The database does not answer.
     """
     _migrate(connection, "upgrade", revision, schema)
@@ -195,13 +203,22 @@ def _one_at_a_time(connection: Connection) -> Iterator[None]:
 
 @contextmanager
 def _in_transaction(connection: Connection) -> Iterator[None]:
-    """The caller's transaction, or a new one. On SQLite, begin it explicitly: the driver begins none for DDL."""
+    """The caller's transaction, or a new one. On SQLite, begin it explicitly: the driver begins none for DDL.
+
+    On PostgreSQL its statements see what a migration has done for which it has waited.
+    """
     if connection.in_transaction():
         yield
         return
     with connection.begin():
         if connection.dialect.name == "sqlite" and not cast("_SQLite", connection.connection).in_transaction:
             connection.exec_driver_sql("BEGIN IMMEDIATE")
+        if connection.dialect.name == "postgresql":
+            if cast("_PostgreSQL", connection.connection).autocommit:
+                raise ConfigurationError(
+                    LEFT_IN_AUTOCOMMIT, next_step="give a connection without isolation_level='AUTOCOMMIT'"
+                )
+            connection.exec_driver_sql("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
         yield
 
 
@@ -292,6 +309,10 @@ def _mapped_errors(engine: Engine | None, schema: str | None) -> Iterator[None]:
                 next_step="migrate as a role that may create tables there; the application itself needs no such right",
             ) from error
         raise map_database_error(error, engine, schema) from error
+
+
+class _PostgreSQL(Protocol):
+    autocommit: bool
 
 
 class _SQLite(Protocol):

@@ -312,8 +312,19 @@ def test_a_missing_right_is_a_configuration_error(dualwrite_database: str) -> No
 
 
 @pytest.mark.postgresql
-def test_two_at_once_wait_for_each_other(dualwrite_database: str) -> None:
-    engine = create_engine(dualwrite_database)
+def test_a_connection_that_would_commit_each_statement_is_refused(dualwrite_database: str) -> None:
+    engine = create_engine(dualwrite_database, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        with pytest.raises(ConfigurationError, match="in autocommit"):
+            migrations.upgrade(connection)
+        assert inspect(connection).get_table_names() == []
+    engine.dispose()
+
+
+@pytest.mark.postgresql
+@pytest.mark.parametrize("isolation_level", ["READ COMMITTED", "SERIALIZABLE"])
+def test_two_at_once_wait_for_each_other(dualwrite_database: str, isolation_level: Any) -> None:
+    engine = create_engine(dualwrite_database, isolation_level=isolation_level)
 
     def upgrade() -> None:
         with engine.connect() as other:
