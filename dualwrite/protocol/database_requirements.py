@@ -16,6 +16,7 @@ from dualwrite.protocol.findings import (
     Check,
     CheckResult,
     Unasked,
+    date_style,
     fsync,
     listed,
     postgresql_version,
@@ -124,6 +125,7 @@ def judge_postgresql(facts: PostgresFacts) -> Iterator[CheckResult]:
     yield standby(is_standby=facts.is_standby)
     if not facts.is_standby:
         yield read_only(settings.get("default_transaction_read_only", "off"))
+    yield date_style(settings.get("DateStyle", "ISO"))
     yield fsync(settings.get("fsync", "on"))
     yield full_page_writes(settings.get("full_page_writes", "on"))
     yield synchronous_commit(

@@ -316,6 +316,17 @@ def read_only(value: str) -> CheckResult:
     return check.ok("transactions may write")
 
 
+def date_style(value: str) -> CheckResult:
+    """Whether the session shows times in the style that psycopg can read. ``value`` is such as ``ISO, MDY``."""
+    check = Check(DATABASE, "DateStyle", "psycopg reads times with a zone, such as those of leases, in ISO style alone")
+    if not value.startswith("ISO"):
+        return check.error(
+            f"the session's DateStyle is {value!r}",
+            "set DateStyle to ISO where it was changed: for the role, the database or the server, or in the connection's options",
+        )
+    return check.ok(value)
+
+
 def fsync(value: str) -> CheckResult:
     """Whether the server forces its log to disk."""
     check = Check(

@@ -39,6 +39,20 @@ def test_a_read_only_session_is_refused(postgres: Database) -> None:
             store.read_incarnation(connection, "orders")
 
 
+def test_a_session_that_shows_times_in_another_style_than_iso_is_refused(postgres: Database) -> None:
+    """psycopg reads them in no other, and would say so with an error of its own."""
+    store = postgres.store(postgres.engine(connect_args={"options": "-c datestyle=german"}))
+    for call in (lambda: postgres.claim(store, "orders"), lambda: store.read(["orders"])):
+        with pytest.raises(ConfigurationError, match="DateStyle is 'German, DMY'"):
+            call()
+
+
+def test_a_given_connection_may_show_times_in_any_style(postgres: Database, store: SqlStateStore) -> None:
+    """A block reads none on it."""
+    with postgres.engine(connect_args={"options": "-c datestyle=german"}).connect() as given:
+        store.check_same_database(given)
+
+
 def test_a_connection_set_to_read_only_is_refused(store: SqlStateStore, connection: Connection) -> None:
     connection.execution_options(postgresql_readonly=True)
     with pytest.raises(ConfigurationError, match="read-only"):

@@ -294,6 +294,13 @@ def test_a_table_that_is_emptied_after_a_crash_is_found(migrated_database):
     assert (finding.status, "dualwrite_outbox" in finding.remedy) == (ERROR, True)
 
 
+def test_times_that_psycopg_cannot_read_are_found(migrated_database):
+    found = of_database(migrated_database, connect_args={"options": "-c datestyle=sql,dmy"})
+    assert {check: one.found for check, one in found.items() if one.status is not OK} == {
+        "DateStyle": "the session's DateStyle is 'SQL, DMY'"
+    }
+
+
 def test_a_standby_and_a_read_only_role_are_found(migrated_database):
     read_only = of_database(migrated_database, connect_args={"options": "-c default_transaction_read_only=on"})
     assert read_only["read-only"].status is ERROR

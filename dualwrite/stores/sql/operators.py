@@ -203,6 +203,8 @@ def _may(connection: Connection, statement: Executable) -> bool:
 
 
 def _clock(connection: Connection) -> CheckResult:
+    if connection.dialect.name == "postgresql":
+        connection.exec_driver_sql("SET LOCAL DateStyle = ISO")  # another one is a finding, and psycopg cannot read the time
     asked_at, began = time.time(), time.monotonic()
     now = connection.execute(select(database_now())).scalar_one()
     took_s = time.monotonic() - began
@@ -554,6 +556,7 @@ def _oldest_snapshot(connection: Connection) -> str:
 # What shows of the server and of a pooler, for the rules about both.
 
 _SETTINGS: Final = (
+    "DateStyle",
     "default_transaction_read_only",
     "fsync",
     "full_page_writes",

@@ -129,7 +129,7 @@ _PREPARED: Final = text(
 
 
 _IDENTITY: Final = text(
-    "SELECT pg_postmaster_start_time(), oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
+    f"SELECT {SERVER}, oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
 )
 
 
@@ -638,10 +638,16 @@ class PostgreSQL(Dialect):
 
     def _check_server(self, connection: Connection, *settings: str) -> None:
         refuse(findings.postgresql_version(version_of(connection)))
-        facts = ("pg_is_in_recovery()", "current_setting('fsync')", "pg_backend_pid()")
+        facts = (
+            "pg_is_in_recovery()",
+            "current_setting('fsync')",
+            "pg_backend_pid()",
+            "current_setting('DateStyle')",
+        )
         row: Sequence[object] = connection.execute(select(*map(literal_column, [*facts, *settings]))).one()
         if row[0]:
             refuse(findings.standby(is_standby=True))
+        refuse(findings.date_style(str(row[3])))
         driver: Any = _driver(connection)
         session_of(driver).is_primary = row[2] == driver.pgconn.backend_pid
         if not self._warned and (finding := findings.fsync(str(row[1]))).status is Status.WARNING:

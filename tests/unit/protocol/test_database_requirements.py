@@ -21,6 +21,7 @@ from dualwrite.protocol.findings import Check, Status, Unasked, refuse, tables_f
 OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.ERROR
 
 SETTINGS = {
+    "DateStyle": "ISO, MDY",
     "default_transaction_read_only": "off",
     "fsync": "on",
     "full_page_writes": "on",
@@ -60,6 +61,7 @@ def test_healthy_servers_have_nothing_to_mend():
         (replace(POSTGRESQL, version=(13,)), None, None),
         (replace(POSTGRESQL, is_standby=True), "primary", ERROR),
         (settings(default_transaction_read_only="on"), "read-only", ERROR),
+        (settings(DateStyle="German, DMY"), "DateStyle", ERROR),
         (settings(fsync="off"), "fsync", WARNING),
         (settings(full_page_writes="off"), "full_page_writes", WARNING),
         (settings(synchronous_commit="off"), None, None),  # the library switches it on
