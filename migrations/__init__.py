@@ -33,7 +33,7 @@ from typing import Any, Final, Literal, Protocol, TypeAlias, cast
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext, MigrationStep
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Column, Connection, Engine, exc, inspect, make_url, text
+from sqlalchemy import URL, Column, Connection, Dialect, Engine, exc, inspect, make_url, text
 from sqlalchemy.schema import CreateSchema
 
 from dualwrite.errors import ConfigurationError, Unavailable
@@ -46,6 +46,7 @@ from dualwrite.stores.sql.access import (
     meaning_of,
     url_errors_mapped,
 )
+from dualwrite.stores.sql.dialect import quoted
 from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, TABLE_OPTIONS, VERSION_TABLE
 
 __all__ = ["BASE", "HEAD", "current_revision", "downgrade", "include_name", "include_own_name", "sql_script", "upgrade"]
@@ -123,7 +124,9 @@ def sql_script(
     """
     output = io.StringIO()
     with url_errors_mapped():
-        dialect = make_url(url).get_dialect()()  # works without its driver
+        kind: Callable[..., Dialect] = make_url(url).get_dialect()
+        # Works without its driver. A driver that takes parameters as %s has each % of a name doubled; no shell does.
+        dialect = kind(paramstyle="named")
     here = _scripts().get_current_head() if start == HEAD else start
     options = _options(
         schema, fn=_steps(direction, revision, schema), as_sql=True, output_buffer=output, starting_rev=here
@@ -462,8 +465,4 @@ def prefix_of(op: Operations, schema: str | None) -> str:
     """The quoted prefix of names in a schema, for a statement as text."""
     if schema is None:
         return ""
-    preparer = op.get_context().dialect.identifier_preparer
-    quoted = preparer.quote_schema(schema)
-    if preparer._double_percents:  # noqa: SLF001 - as text() does once more
-        quoted = quoted.replace("%%", "%")
-    return quoted.replace(":", r"\:") + "."
+    return quoted(op.get_context().dialect, schema).replace(":", r"\:") + "."

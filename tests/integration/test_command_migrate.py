@@ -63,6 +63,14 @@ def test_it_prints_a_script_without_connecting() -> None:
     assert "s3cret" not in up.output + down.output
 
 
+@pytest.mark.parametrize("url", ["postgresql+psycopg://h/x", "mysql+pymysql://h/x", "sqlite:///x"])
+def test_names_stand_in_the_script_as_they_are(url: str) -> None:
+    """Only a driver that looks for values in a statement wants a % doubled."""
+    printed = run("migrate", "--url", url, "--schema", "a%b:c", "--sql").output
+    assert "a%b:c" in printed
+    assert "%%" not in printed
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [

@@ -486,6 +486,32 @@ def test_a_missing_table_and_odd_settings_are_refused(kafka, database):
         Relay(OutboxTable(), kafka=kafka, database="zookeeper://localhost/x")
 
 
+@on_all
+def test_a_table_of_the_librarys_own_is_refused(kafka, database):
+    """Its writers send from it, and know nothing of a relay."""
+    with pytest.raises(ConfigurationError, match="'dualwrite_outbox' is a table of this library's own"):
+        make(kafka, database, OutboxTable(name="dualwrite_outbox")).run(once=True)
+
+
+@on_postgresql
+def test_names_with_percent_signs_are_taken_as_they_are(kafka, database, url, dualwrite_topic):
+    name, layout = '"10%"', mapped(name="10%", timestamp_column="a%b")
+    run(
+        database,
+        f"DROP TABLE IF EXISTS {name}",
+        f'CREATE TABLE {name} ({DEBEZIUM["postgresql"]}, "a%b" timestamptz)',
+        f'INSERT INTO {name} (aggregatetype, aggregateid, type, payload, "a%b")'
+        f" VALUES ('{dualwrite_topic}', 'k', 'made', '1', now())",
+    )
+    printed = CliRunner().invoke(commands, ["relay", "--print-trigger", "--table", "10%", "--url", url])
+    driver = database.raw_connection()
+    driver.driver_connection.execute(printed.stdout)
+    driver.commit()
+    driver.close()
+    assert OutboxTableRows(database, layout).floor is not None
+    assert make(kafka, database, layout, name="percent").run(once=True).messages == 1
+
+
 @on_postgresql
 def test_an_unordered_table_of_uuids_is_sent(kafka, database, dualwrite_topic):
     run(

@@ -20,6 +20,7 @@ from dualwrite.stores.sql.drivers import Listeners
 
 if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Insert, Table, Update
+    from sqlalchemy import Dialect as SqlalchemyDialect
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from dualwrite.interfaces import DecisionWithCommit
@@ -280,9 +281,14 @@ class Dialect(ABC):
 
 
 def name_of(connection: Connection, table: Table) -> str:
-    """The table's quoted name as the server takes it. SQLAlchemy doubles each ``%``, for drivers that look for values there."""
-    preparer = connection.dialect.identifier_preparer
-    name = preparer.format_table(table)
+    """The table's quoted name as the server takes it."""
+    return quoted(connection.dialect, table.schema, table.name)
+
+
+def quoted(dialect: SqlalchemyDialect, *parts: str | None) -> str:
+    """A quoted name as the server takes it. SQLAlchemy doubles each ``%``, for drivers that look for values there."""
+    preparer = dialect.identifier_preparer
+    name = ".".join(preparer.quote(part) for part in parts if part is not None)
     return name.replace("%%", "%") if preparer._double_percents else name  # noqa: SLF001 - nothing public tells
 
 

@@ -204,7 +204,9 @@ def _may(connection: Connection, statement: Executable) -> bool:
 
 def _clock(connection: Connection) -> CheckResult:
     if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql("SET LOCAL DateStyle = ISO")  # another one is a finding, and psycopg cannot read the time
+        connection.exec_driver_sql(
+            "SET LOCAL DateStyle = ISO"
+        )  # another one is a finding, and psycopg cannot read the time
     asked_at, began = time.time(), time.monotonic()
     now = connection.execute(select(database_now())).scalar_one()
     took_s = time.monotonic() - began

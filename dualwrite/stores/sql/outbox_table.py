@@ -59,9 +59,10 @@ from dualwrite.errors import ConfigurationError, TransactionAborted
 from dualwrite.protocol.message import columns_of
 from dualwrite.protocol.outbox_table import channel, fields_of, schema_and_name
 from dualwrite.stores.sql.access import map_database_error
+from dualwrite.stores.sql.dialect import quoted
 from dualwrite.stores.sql.outbox import Floor, Seen
 from dualwrite.stores.sql.postgresql import SERVER
-from dualwrite.stores.sql.tables import MYSQL, database_now
+from dualwrite.stores.sql.tables import MYSQL, OWN_TABLES, database_now
 from dualwrite.stores.sql.waiting_rows import on_server
 
 if TYPE_CHECKING:
@@ -131,6 +132,11 @@ class OutboxTableRows:
 
     def _look(self) -> None:
         schema, name = schema_and_name(self._table)
+        if name.lower() in OWN_TABLES:
+            raise ConfigurationError(
+                f"{self._table.name!r} is a table of this library's own, which writers and `dualwrite recover` send from",
+                next_step="give --table the table that your program fills",
+            )
         inspector = inspect(self._engine)
         if not (inspector.has_table(name, schema) or name in inspector.get_view_names(schema)):
             raise ConfigurationError(
@@ -151,8 +157,7 @@ class OutboxTableRows:
         unique += [
             list(cast("list[str]", one["column_names"])) for one in inspector.get_indexes(name, schema) if one["unique"]
         ]
-        quote = self._engine.dialect.identifier_preparer.quote
-        self._full_name = ".".join(quote(one) for one in (schema, name) if one)
+        self._full_name = quoted(self._engine.dialect, schema, name)
         partitioned = self._is_postgresql and self._is_partitioned()
         self._mark = self._marking()
         self._order = self._ordering(key)
@@ -287,7 +292,7 @@ class OutboxTableRows:
         return literal_column(f"CAST(strftime('%s', {self._quoted(column)}) AS INTEGER) * 1000")
 
     def _quoted(self, column: ColumnElement[Any]) -> str:
-        return str(self._engine.dialect.identifier_preparer.quote(cast("Column[Any]", column).name))
+        return quoted(self._engine.dialect, cast("Column[Any]", column).name)
 
     def statement(self, limit: int, above: ColumnElement[int] | None = None) -> Select[Any]:
         """The statement that reads the first rows, of those above a number if it is given."""
@@ -442,15 +447,14 @@ def trigger_sql(engine: Engine, table: OutboxTable) -> str:
         raise ConfigurationError(
             "only PostgreSQL tells of new rows", next_step="leave it to the poll: --poll-interval says how often"
         )
-    quote = engine.dialect.identifier_preparer.quote
     schema, name = schema_and_name(table)
-    full = ".".join(quote(one) for one in (schema, name) if one)
-    function = ".".join(quote(one) for one in (schema, channel(table)) if one)
+    full = quoted(engine.dialect, schema, name)
+    function, trigger = quoted(engine.dialect, schema, channel(table)), quoted(engine.dialect, channel(table))
     return (
         f"CREATE OR REPLACE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS\n"
         f"$$ BEGIN PERFORM pg_notify('{channel(table)}', ''); RETURN NULL; END $$;\n"
-        f"DROP TRIGGER IF EXISTS {quote(channel(table))} ON {full};\n"
-        f"CREATE TRIGGER {quote(channel(table))} AFTER INSERT ON {full}\n"
+        f"DROP TRIGGER IF EXISTS {trigger} ON {full};\n"
+        f"CREATE TRIGGER {trigger} AFTER INSERT ON {full}\n"
         f"    FOR EACH STATEMENT EXECUTE FUNCTION {function}();\n"
     )
 
@@ -473,7 +477,7 @@ class Listener:
             self._connection = driver = cast("Any", lent.driver_connection)
             lent.detach()
             driver.set_autocommit(True)
-            driver.execute(f"LISTEN {self._engine.dialect.identifier_preparer.quote(self._channel)}")
+            driver.execute(f"LISTEN {quoted(self._engine.dialect, self._channel)}")
             return True  # what came before it listened
         try:
             return any(True for _ in self._connection.notifies(timeout=seconds, stop_after=1))
