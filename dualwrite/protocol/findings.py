@@ -322,7 +322,7 @@ def date_style(value: str) -> CheckResult:
     if not value.startswith("ISO"):
         return check.error(
             f"the session's DateStyle is {value!r}",
-            "set DateStyle to ISO where it was changed: for the role, the database or the server, or in the connection's options",
+            "set DateStyle to ISO where it was changed: for the role, the database, the server, or in the connection's options",
         )
     return check.ok(value)
 

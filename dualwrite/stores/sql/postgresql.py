@@ -129,7 +129,7 @@ _PREPARED: Final = text(
 
 
 _IDENTITY: Final = text(
-    f"SELECT {SERVER}, oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"
+    f"SELECT {SERVER}, oid, to_regclass(:name)::oid FROM pg_database WHERE datname = current_database()"  # noqa: S608 - a constant
 )
 
 
