@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 from dualwrite.clock import Deadline, GrowingPause, now_s, pause
 from dualwrite.errors import ConfigurationError, IllegalStateError, Unavailable
 from dualwrite.kafka.connection import (
-    LOOK_AFTER_S,
     READABLE,
     WRITABLE,
     Connection,
@@ -55,6 +54,8 @@ _MOST_IDLE: Final = 4
 _JITTER: Final = (0.8, 1.2)
 _KNOCK_WITHIN_S: Final = 0.2
 _JUST_S: Final = 0.1
+_LOOK_AFTER_S: Final = 1.0
+"""A connection that has rested for longer is looked at before it is used: the broker may have closed it."""
 """A broker that has answered so lately is taken to be there still."""
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
@@ -303,7 +304,7 @@ class Connections:
         if (
             connection is None
             or connection.error is not None
-            or (now - connection.used_at > LOOK_AFTER_S and not connection.rests_in_peace(now))
+            or (now - connection.used_at > _LOOK_AFTER_S and not connection.rests_in_peace(now))
         ):
             made = self._connect(node, lane, connection, now)
             if isinstance(made, Exception):

@@ -58,8 +58,6 @@ WRITABLE: Final = select.POLLOUT if hasattr(select, "POLLOUT") else 4
 _LENGTH: Final = 4
 _READ_BYTES: Final = 65_536
 _LARGEST_ID: Final = 2**31 - 1
-LOOK_AFTER_S: Final = 1.0
-"""A connection that has rested for longer is looked at before it is used: the broker may have closed it."""
 _PORT: Final = 9092
 _OVER_WHEN: Final = (0.85, 0.95)
 """The share of a login's life after which it is made again, as in Java's client: at random, so that not all come at once."""
@@ -376,9 +374,9 @@ class Connection:
 
     def rests_in_peace(self, now: float) -> bool:
         """Whether a connection that nobody waits for can be used again: the broker has not closed it meanwhile."""
-        if self.in_flight or now - self.used_at < LOOK_AFTER_S or not self.is_open:
-            return True
-        return now - self.used_at < self._settings.idle_s and not self._poll.poll(0)
+        return (
+            bool(self.in_flight) or not self.is_open or (now - self.used_at < self._settings.idle_s and self.is_quiet)
+        )
 
     def fail(self, error: Exception) -> None:
         """Break the connection: each request gets the error instead of an answer."""

@@ -278,8 +278,7 @@ def test_the_end_of_a_connection_is_the_answer_to_all_its_requests(connections, 
 
 
 def test_a_connection_that_was_closed_at_rest_is_replaced_before_anything_is_sent(connections, broker, monkeypatch):
-    monkeypatch.setattr(connection_module, "LOOK_AFTER_S", 0.0)
-    monkeypatch.setattr(brokers_module, "LOOK_AFTER_S", 0.0)
+    monkeypatch.setattr(brokers_module, "_LOOK_AFTER_S", 0.0)
     end(connections)
     broker.drop_all()
     wait_for_the_end(connections)
