@@ -275,6 +275,7 @@ class NativeInstance(ProducerEngine):
         resumed_at = core.queued_bytes
         try:
             for _ in taking:
+                resumed_at = min(resumed_at, core.queued_bytes)  # answers come while a topic is looked up, too
                 # One request for the partitions of a broker: each further one costs it an entry in the transaction's log, too.
                 if core.queued_bytes >= resumed_at + core.limits.request_bytes or self._filling.is_full:
                     self._resume(self._filling)

@@ -920,3 +920,24 @@ def test_close_leaves_what_is_prepared_to_the_next_owner(kafka):
 
     assert kafka.run(completes) == "committed"
     assert kafka.servers.visible() == ["a"]
+
+
+def test_what_is_acknowledged_while_a_topic_is_looked_up_does_not_delay_the_next_request():
+    """Otherwise nothing would leave until as much waits as before, and a request's worth more."""
+    core = SimpleNamespace(queued_bytes=8000, limits=SimpleNamespace(request_bytes=1000))
+    resumed = []
+
+    def taking():
+        core.queued_bytes = 0
+        for _ in range(3):
+            core.queued_bytes += 600
+            yield
+
+    taker = SimpleNamespace(
+        _filling=SimpleNamespace(is_full=False),
+        _open=SimpleNamespace(core=core),
+        _begin_writing=lambda: None,
+        _resume=lambda _: resumed.append(core.queued_bytes),
+    )
+    instance.NativeInstance._take_all(taker, TOPIC, taking())
+    assert resumed == [1800, 1800]
