@@ -1051,8 +1051,8 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
         """
         ...
 
-    def transaction_version(self, deadline: Deadline) -> int:
-        """The cluster's finalized ``transaction.version``; 0 if it has none."""
+    def transaction_version(self, deadline: Deadline, *, fresh: bool = False) -> int:
+        """The cluster's finalized ``transaction.version``; 0 if it has none. ``fresh`` asks, whatever is known already."""
         ...
 
 

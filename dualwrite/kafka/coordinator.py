@@ -186,11 +186,11 @@ class KafkaCoordinator(Closing):
 
         return self._coordinators.ask(transactions, requests, read, deadline, "end the transactions", once=once)
 
-    def transaction_version(self, deadline: Deadline) -> int:
+    def transaction_version(self, deadline: Deadline, *, fresh: bool = False) -> int:
         """The cluster's finalized ``transaction.version``: from 2 on, every transaction has an epoch of its own (KIP-890).
 
         0 if the cluster has not finalized one. While it is being raised or lowered, the lowest of the brokers' answers, as they
-        were at most ten seconds ago.
+        were at most ten seconds ago; ``fresh`` asks now.
         """
 
         def ask() -> int | NotYet:
@@ -202,6 +202,8 @@ class KafkaCoordinator(Closing):
                 found.append(levels.get(_TRANSACTION_VERSION, 0))
             return min(found)
 
+        if fresh:
+            self._noted.pop(_TRANSACTION_VERSION, None)
         return self._lately(_TRANSACTION_VERSION, ask, deadline) or 0
 
     def _lately(self, name: str, ask: Callable[[], int | NotYet | None], deadline: Deadline) -> int | None:

@@ -699,12 +699,15 @@ def choose_engine(
         wanted = Engine.NATIVE
     if wanted is Engine.LIBRDKAFKA:
         return wanted
-    version = coordinator.transaction_version(deadline) if isinstance(coordinator, NativeCoordinator) else 0
+    native = coordinator if isinstance(coordinator, NativeCoordinator) else None
+    version = 0 if native is None else native.transaction_version(deadline)
     if wanted is None:
         found, why = _best(version, config, bulk=bulk)
         if is_news(f"engine: {why}"):
             logger.info("producer engine: %s, as %s", found.value, why)
         return found
+    if version < _NATIVE_FROM and native is not None:
+        version = native.transaction_version(deadline, fresh=True)  # it may have been finalized a moment ago
     if version < _NATIVE_FROM:
         raise ConfigurationError(
             f"the cluster's transaction.version is {version}: native transactions need {_NATIVE_FROM}",

@@ -195,9 +195,9 @@ class SimulatedCoordinator:
                 answers[kafka_id] = _END_ANSWERS[cast("ErrorResponse", answer).error_code]
         return answers
 
-    def transaction_version(self, deadline: Deadline) -> int:
+    def transaction_version(self, deadline: Deadline, *, fresh: bool = False) -> int:
         """See the port. Clients look it up when they connect, so nothing is sent."""
-        del deadline
+        del deadline, fresh
         return self._simulation.broker.transaction_version
 
     def open_transactions(

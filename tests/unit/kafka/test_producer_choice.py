@@ -24,7 +24,7 @@ class Cluster(SimulatedCoordinator):
     def __init__(self, version):
         self.version = version
 
-    def transaction_version(self, _):
+    def transaction_version(self, _, **__):
         return self.version
 
 
@@ -114,4 +114,16 @@ def test_the_version_is_asked_for_once_in_ten_seconds(monkeypatch):
     assert features.asked == 1
     at[0] = 11.0
     assert coordinator.transaction_version(Deadline(1)) == 1
+    assert features.asked == 2
+
+
+def test_a_version_that_was_finalized_a_moment_ago_is_not_refused(monkeypatch):
+    features = Features(1, 1)
+    monkeypatch.setattr(coordinators, "Brokers", features)
+    config = KafkaConfig.parse(SERVERS)
+    coordinator = coordinators.KafkaCoordinator(config)
+    assert coordinator.transaction_version(Deadline(1)) == 1
+    features.versions = [2, 2]
+    assert choose_engine(Engine.NATIVE, config, coordinator, Deadline(1), bulk=False) is Engine.NATIVE
+    assert coordinator.transaction_version(Deadline(1)) == 2
     assert features.asked == 2
