@@ -326,9 +326,8 @@ def join(using: str = DEFAULT_DB_ALIAS) -> Transaction:
                 next_step="produce inside transaction.atomic(): the message commits with its rows",
             )
         connection.validate_no_broken_transaction()
-        writer = writers[using]
-        joined = _Joined(connection, writer.transactional_id)
-        joined.begin(writer._joined(None)[1](None, InAtomic(connection)))  # type: ignore[arg-type] # noqa: SLF001 - our own
+        joined = _Joined(connection)
+        joined.begin(using)
     else:
         connection.validate_no_broken_transaction()
     return joined.transaction
@@ -344,9 +343,9 @@ class _Joined:
     ``refusal`` is the error after which the transaction must not commit, as a value: a row without its message.
     """
 
-    def __init__(self, connection: BaseDatabaseWrapper, writer: str) -> None:
+    def __init__(self, connection: BaseDatabaseWrapper) -> None:
         self._connection: Any = connection
-        self._writer = writer
+        self._writer: str | None = None
         self._block: AbstractContextManager[Transaction] | None = None
         self._transaction: Transaction | None = None
         self._refusal: DualWriteError | None = None
@@ -358,13 +357,16 @@ class _Joined:
         assert self._transaction is not None
         return self._transaction
 
-    def begin(self, block: AbstractContextManager[Transaction]) -> None:
+    def begin(self, using: str) -> None:
         """Begin the dual write. From now on the end of the transaction is ours, even if this fails."""
         self._connection.ensure_connection()
         vars(self._connection).update(
             {_JOINED: self, "_commit": self._commit, "_rollback": self._roll_back, "_close": self._close}
         )
         try:
+            writer = writers[using]
+            self._writer = writer.transactional_id
+            block = writer._joined(None)[1](None, InAtomic(self._connection))  # type: ignore[arg-type] # noqa: SLF001 - our own
             self._transaction = block.__enter__()
         except BaseException as error:
             self._refusal = as_value(error)

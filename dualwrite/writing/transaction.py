@@ -171,7 +171,7 @@ def as_value(error: BaseException) -> DualWriteError:
     return TransactionAborted(type(error).__name__, retryable=getattr(error, "retryable", False))
 
 
-def raise_aborted(refusal: DualWriteError, transactional_id: str, subject: str) -> NoReturn:
+def raise_aborted(refusal: DualWriteError, transactional_id: str | None, subject: str) -> NoReturn:
     """Abort a dual write whose code (the ``subject``) continued after an error that it must not survive."""
     if isinstance(refusal, Fenced):
         raise copy(refusal)  # raised itself, the kept one would get this traceback

@@ -270,6 +270,21 @@ def test_a_message_that_cannot_be_sent_keeps_its_rows_from_being_committed(
     assert there() == (["juice"],) * 2
 
 
+def test_without_a_writer_no_row_is_committed_that_should_have_had_a_message(site, there, put, kafka):
+    for given in ({}, {"default": {"FLEET": "shop", "KAFKA": {**kafka, "no.such.setting": 1}}}):
+        with (
+            override_settings(DUALWRITE=given),
+            pytest.raises(TransactionAborted, match="the transaction continued after an error"),
+            transaction.atomic(),
+            suppress(ConfigurationError, ImproperlyConfigured),
+        ):
+            put("tea")
+    assert site.get_autocommit()
+    with transaction.atomic():
+        put("juice")
+    assert there() == (["juice"],) * 2
+
+
 def test_a_connection_that_is_closed_inside_aborts_both_sides(there, put):
     with transaction.atomic():
         put("tea")
