@@ -54,9 +54,9 @@ _MOST_IDLE: Final = 4
 _JITTER: Final = (0.8, 1.2)
 _KNOCK_WITHIN_S: Final = 0.2
 _JUST_S: Final = 0.1
+"""A broker that has answered so lately is taken to be there still."""
 _LOOK_AFTER_S: Final = 1.0
 """A connection that has rested for longer is looked at before it is used: the broker may have closed it."""
-"""A broker that has answered so lately is taken to be there still."""
 _UNREACHABLE: Final = (
     "try again when the brokers answer; if they never did, check bootstrap.servers and security.protocol"
 )
