@@ -45,7 +45,8 @@ _RELEASES: Final = {
     31: (4, 4),
 }
 """By the first level of ``metadata.version`` that a release knows, the release. Source: Kafka's ``MetadataVersion``."""
-_NEWEST_KNOWN: Final = 31
+_NEWEST_KNOWN: Final = 33
+"""The last level of 4.4.0, whose levels begin at 31."""
 _FORGETS_FROM: Final = (4, 3)
 """The first release that has KAFKA-20734; 4.2 keeps the markers. None is known to be free of it again."""
 _SAFE_REPLICAS: Final = 3

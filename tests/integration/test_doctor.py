@@ -33,6 +33,7 @@ from dualwrite.protocol import database_requirements
 from dualwrite.stores.keyed.rocksdb import RocksDatabase
 from dualwrite.stores.sql.operators import look
 from dualwrite.testing import EmbeddedKafka, EmbeddedMariaDB, EmbeddedPostgres
+from dualwrite.testing.servers.embedded import kafka_jars
 
 OK, UNKNOWN, WARNING, ERROR = Status.OK, Status.UNKNOWN, Status.WARNING, Status.ERROR
 NOBODY = {"bootstrap.servers": "127.0.0.1:1"}
@@ -81,6 +82,12 @@ def test_settings_of_topics_are_found(dualwrite_kafka):
     assert (impossible.status, impossible.found, impossible.remedy) == (UNKNOWN, "INVALID_TOPIC_EXCEPTION", "")
     client = doctor(kafka={**kafka, "message.max.bytes": 2_000_000}, topics=topics)
     assert statuses(client, f"message size of {topics[1]}") == [WARNING]
+
+
+def test_the_release_of_the_brokers_is_named(dualwrite_kafka):
+    [jar] = kafka_jars().glob("kafka_*.jar")
+    release = jar.stem.split("-")[1].rpartition(".")[0]
+    assert by_check(doctor(kafka=dualwrite_kafka.client_config()))["version"].found == f"Kafka {release}"
 
 
 def test_a_transaction_version_below_what_the_brokers_know_is_found(mortal_kafka, lowered):

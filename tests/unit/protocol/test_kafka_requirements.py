@@ -217,7 +217,8 @@ def test_one_fact_changes_one_finding(facts, check, status):
         (29, (4, 2)),
         (30, (4, 3)),
         (31, (4, 4)),
-        (32, None),
+        (33, (4, 4)),
+        (34, None),
     ],
 )
 def test_the_release_is_told_by_the_features(level, release):
