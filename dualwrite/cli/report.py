@@ -132,7 +132,7 @@ def summary(items: Sequence[IdStatus], longest_s: float | None, open_incidents: 
     if longest_s is not None:
         parts.append(f"longest open {_seconds(longest_s)}")
     if unlimited := sum(item.has_no_time_limit is True for item in items):
-        parts.append(f"{unlimited} without a time limit (two-phase commit)")
+        parts.append(f"{unlimited} without a time limit")
     return ", ".join(parts)
 
 

@@ -262,13 +262,14 @@ def tables_fit(found: str | None, own: str, *, where: str, migrate: str, go_back
         migrate: How to make or upgrade them.
         go_back: The command with which a newer library brings them back.
     """
+    if found is None:
+        why = "every dual write records its decision in them"
+        return Check(DATABASE, "tables", why).error(f"dualwrite's tables are not in {where}", migrate)
     check = Check(
         DATABASE,
         "tables",
         "a writer works with tables of its own version, of the one before, and of the one after if that only adds",
     )
-    if found is None:
-        return check.error(f"dualwrite's tables are not in {where}", migrate)
     fit = table_fit(found, own)
     shown = f"dualwrite's tables in {where} are of version {found}"
     if fit is TableFit.SAME:

@@ -684,7 +684,7 @@ def migrate_advice(url: URL | str | None, schema: str | None) -> str:
         return f"run: {migrate_command(url, schema)}"
     role = repr(shown.username) if shown.username else "the application's role"
     owner = shown.set(username="OWNER")
-    return f"as the role that owns the tables, which {role} need not be: {migrate_command(owner, schema)}"
+    return f"run as the tables' owner, not necessarily {role}: {migrate_command(owner, schema)}"
 
 
 @contextmanager

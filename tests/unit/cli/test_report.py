@@ -48,7 +48,7 @@ def test_scripts_read_the_engine_of_a_decided_transaction() -> None:
 def test_the_last_line_of_status_counts_and_tells_the_longest_open_transaction() -> None:
     items = [item(SHARED), replace(item(NATIVE), open_for_s=95.0, has_no_time_limit=True)]
     assert summary(items, longest_open_s(items), 3) == (
-        "2 ids, 2 to recover, 3 losses not acknowledged, longest open 95 s, 1 without a time limit (two-phase commit)"
+        "2 ids, 2 to recover, 3 losses not acknowledged, longest open 95 s, 1 without a time limit"
     )
     idle = replace(item(SHARED), open_for_s=None, has_no_time_limit=False, needs_recovery=False)
     assert summary([idle], None, 0) == "1 ids, 0 to recover, 0 losses not acknowledged"

@@ -148,6 +148,7 @@ def test_tables_of_another_version_are_found(found, status):
     finding = tables_fit(found, "0006", where="the database", migrate="migrate", go_back="back")
     assert finding.status is status
     assert bool(finding.remedy) is (status is not OK)
+    assert ("tables of its own version" in finding.why) is (found is not None)
 
 
 MISSING = {"dualwrite_outbox": ["DELETE"]}

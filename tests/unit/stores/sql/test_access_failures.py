@@ -223,14 +223,14 @@ def test_a_failed_commit_is_a_rollback_only_where_postgresql_leaves_no_other_rea
         (
             "postgresql+psycopg://app:secret@db/shop?application_name=x",
             (
-                "as the role that owns the tables, which 'app' need not be: "
+                "run as the tables' owner, not necessarily 'app': "
                 "dualwrite migrate --url 'postgresql+psycopg://OWNER:***@db/shop' --schema s"
             ),
         ),
         (
             "postgresql+psycopg://db/shop",
             (
-                "as the role that owns the tables, which the application's role need not be: "
+                "run as the tables' owner, not necessarily the application's role: "
                 "dualwrite migrate --url postgresql+psycopg://OWNER@db/shop --schema s"
             ),
         ),
