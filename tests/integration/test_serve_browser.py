@@ -79,9 +79,15 @@ def background(browser):
 
 
 @pytest.fixture
-def page(tmp_path, kafka, url, engine, dualwrite_topic, browser):
+def name():
+    """Of the writer that has died."""
+    return "orders"
+
+
+@pytest.fixture
+def page(tmp_path, kafka, url, engine, dualwrite_topic, browser, name):
     """The page of a service over a database in which a writer has died, and messages were refused."""
-    case = Case(tmp_path, kafka, url, dualwrite_topic, transactional_id="orders")
+    case = Case(tmp_path, kafka, url, dualwrite_topic, transactional_id=name)
     case.run(failpoint="write.decided:2", killed=True)
     with engine.begin() as connection:
         for number in (3, 4, 9):
@@ -146,3 +152,28 @@ def test_an_action_through_the_page_on_every_screen(page, browser, engine):
     newest = browser.find_elements("css selector", "table")[-1].find_element("css selector", "tbody tr")
     assert "too large for any consumer" in newest.text
     keep(browser, "serve-page")
+
+
+@pytest.mark.parametrize("name", ["orders" + "a" * 200])
+def test_a_long_name_makes_no_page_wider_than_a_telephone(page, browser):
+    shows(browser, 360, 740, phone=True)
+    browser.get(page.address)
+    assert width_of(browser) <= 360
+    find(browser, 'a[href*="/terminate"]').click()
+    wait_until(lambda: width_of(browser) <= 360, 60, otherwise=lambda: wide(browser))
+    fill(browser, "its host is gone: " + "h" * 200)
+    find(browser, "input[type=checkbox]").click()
+    find(browser, "button").click()
+    wait_until(lambda: "done: " in browser.page_source, otherwise=lambda: browser.page_source)
+    wait_until(lambda: width_of(browser) <= 360, 60, otherwise=lambda: wide(browser))
+    page.looks_again()
+    browser.get(page.address)
+    assert width_of(browser) <= 360
+
+
+def wide(browser):
+    """What is wider than a telephone."""
+    return browser.execute_script(
+        "return [...document.querySelectorAll('body *')].filter(e => e.getBoundingClientRect().right > 361)"
+        ".map(e => e.outerHTML.slice(0, 80) + e.getBoundingClientRect().right)"
+    )
