@@ -1,6 +1,7 @@
 """The two forms of waiting, and what interrupts them."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -168,6 +169,24 @@ def test_a_block_that_may_be_interrupted_again_gives_what_was_put_off(pool):
 
     assert asyncio.run(cancelled_while_waiting(pool, work, reached, go_on.set)).cancelled()
     assert steps == ["uninterrupted"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="tasks begin in the next turn of the loop before Python 3.12")
+def test_what_need_not_wait_takes_no_turn_of_the_loop(pool):
+    turns = []
+
+    async def at_once():
+        return "done"
+
+    def work():
+        with waiting.uninterrupted():
+            return transaction.awaited(at_once()), list(turns)
+
+    async def main():
+        asyncio.get_running_loop().call_soon(turns.append, "another")
+        return await run(pool, work)
+
+    assert asyncio.run(main()) == ("done", [])
 
 
 def test_only_a_thread_that_runs_an_event_loop_would_block_it(pool):
