@@ -90,9 +90,8 @@ def test_a_batch_is_not_taken_for_one_of_the_same_name_that_has_another_table(si
 @pytest.mark.spark
 def test_one_function_of_a_stream_writes_two_tables_by_a_sink_name_for_each(spark, numbers, dualwrite_kafka, tmp_path):
     """Both sinks get the same batch id: only their names tell their batches apart."""
-    others = replace(
-        numbers, sink=f"{numbers.sink}-others", table="others", topic=dualwrite_kafka.create_topic("others", 2)
-    )
+    topic = dualwrite_kafka.create_topic(f"{numbers.topic}-others", 2)
+    others = replace(numbers, sink=f"{numbers.sink}-others", table="others", topic=topic)
     to_both = [foreach_batch(**case.settings) for case in (numbers, others)]
 
     def write(batch, number):

@@ -1,6 +1,7 @@
 """The proof of an outcome from the log, on a real broker: when it proves an outcome, and when it must not."""
 
 import logging
+import secrets
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -159,7 +160,7 @@ def test_a_topic_made_anew_under_its_name_proves_nothing(coordinator, producer, 
 
 def test_the_topics_id_tells_a_topic_made_anew_when_nothing_else_does(coordinator, producer, dualwrite_kafka):
     """The same producer and epoch, the same offset, another topic under the same name."""
-    topic = dualwrite_kafka.create_topic("made-again", 1)
+    topic = dualwrite_kafka.create_topic(f"made-again-{secrets.token_hex(4)}", 1)
     lost = written(coordinator, producer, topic, COMMIT)
     dualwrite_kafka.delete_topic(topic)
     dualwrite_kafka.create_topic(topic, 1)
@@ -226,7 +227,7 @@ def test_what_others_have_open_before_it_is_read_past_where_that_is_little(
 
 
 def test_a_long_log_with_great_batches_is_read_to_the_marker(coordinator, config, dualwrite_kafka):
-    topic = dualwrite_kafka.create_topic("great-batches", 3, {"max.message.bytes": "8000000"})
+    topic = dualwrite_kafka.create_topic(f"great-batches-{secrets.token_hex(4)}", 3, {"max.message.bytes": "8000000"})
     great = {"message.max.bytes": 8_000_000, "linger.ms": 0}
     producer = PlainProducer(config, **great)
     other = PlainProducer(config, **great)

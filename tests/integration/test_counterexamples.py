@@ -128,7 +128,7 @@ def test_partitions_that_a_late_request_adds_do_not_hide_a_decided_transaction(
     kafka, engine, orders, dualwrite_kafka, dualwrite_topic, both
 ):
     """A copy of an earlier transaction's AddPartitionsToTxn, that comes late, names the producer id and epoch of the next."""
-    elsewhere = dualwrite_kafka.create_topic("elsewhere", 1)
+    elsewhere = dualwrite_kafka.create_topic(f"{dualwrite_topic}-elsewhere", 1)
     crash_after_decision(kafka, engine, dualwrite_topic, orders, 1)
     (row,) = SqlStateStore(engine).read(["orders"])
     kafka_id, state = row.kafka_id(row.incarnation), row.prepared
