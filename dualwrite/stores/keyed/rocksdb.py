@@ -534,7 +534,8 @@ class RocksDatabase(KeyedDatabase):
 Default = TypeVar("Default")
 Plain = bytes | str | int | float | bool
 _Place = tuple[str | None, type, Plain]
-_PLAIN: Final = (bytes, str, int, float, bool)
+_PLAIN: Final = (bytes, str, bool, int, float)
+"""A bool is an int, too, and another key."""
 _DELETED: Final = object()
 
 
@@ -646,7 +647,8 @@ class Writes:
         self._check(key, "key")
         if column_family in OWN:
             raise IllegalStateError(f"the column family {column_family} is the library's own")
-        return column_family, type(key), key
+        # An Enum's member that is a str is the key that its text is.
+        return column_family, next(kind for kind in _PLAIN if isinstance(key, kind)), key
 
     def _check(self, given: object, what: str) -> None:
         allowed = (bytes,) if self._client.raw else _PLAIN

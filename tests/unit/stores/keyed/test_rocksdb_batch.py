@@ -1,5 +1,7 @@
 """``tx.batch``: what a block sees of its own writes, and what it refuses."""
 
+from enum import Enum, IntEnum
+
 import pytest
 
 from dualwrite.errors import ConfigurationError, IllegalStateError
@@ -41,6 +43,21 @@ def test_keys_of_other_types_are_other_keys(batch):
     for key in (1, 1.0, True, "1", b"1"):
         batch.put(key, type(key).__name__)
     assert [batch.get(key) for key in (1, 1.0, True, "1", b"1")] == ["int", "float", "bool", "str", "bytes"]
+
+
+def test_a_member_of_an_enum_is_the_key_that_its_value_is(batch):
+    class Name(str, Enum):
+        A = "a"
+
+    class Number(IntEnum):
+        ONE = 1
+
+    for member in (Name.A, Number.ONE):
+        batch.put(member, "first")
+        assert batch.get(member.value) == "first"
+        batch.delete(member.value)
+        assert batch.get(member) is None
+    assert len(batch) == 2
 
 
 def test_another_block_sees_what_was_written_since(database, batch):
