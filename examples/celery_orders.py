@@ -122,6 +122,9 @@ def main() -> None:
                 while session.scalar(select(func.count(Order.id))) != ORDERS:
                     session.rollback()
                     time.sleep(0.1)
+            # It waits until nothing is open, so the worker must still run: its processes settle what the killed one has left.
+            # If all ended first, those that are started next would.
+            messages = Counter(int(record.value or b"") for record in read_committed(kafka.client_config(), topic))
         finally:
             worker.send_signal(signal.SIGTERM)
             worker.wait(60)
@@ -130,7 +133,6 @@ def main() -> None:
         with Session(engine) as session:
             rows = Counter(session.scalars(select(Order.id)))
         engine.dispose()
-        messages = Counter(int(record.value or b"") for record in read_committed(kafka.client_config(), topic))
         print("rows:    ", rows.total())
         print("messages:", messages.total())
         assert rows == messages == Counter(range(ORDERS)), "the two sides differ"
