@@ -195,7 +195,7 @@ class Claims(Protocol):
             decision. A state read before the claim would be stale.
 
         Raises:
-            ConfigurationError: A row belongs to another cluster, or cannot be parsed; nothing was claimed.
+            ConfigurationError: A row, or the guard, belongs to another cluster, or a row cannot be parsed; nothing was claimed.
             Fenced: The guard was claimed by another owner; nothing was claimed.
         """
         ...

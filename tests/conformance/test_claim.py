@@ -160,6 +160,16 @@ def test_an_incarnation_can_be_raised_to_a_number_but_not_lowered(database: Data
     assert database.claim(store, "orders", raise_to={"orders": 5}).incarnation == 10
 
 
+def test_a_guard_of_another_cluster_stops_the_claim(database: Database, store: SqlStateStore) -> None:
+    """The address has led elsewhere since the guard was claimed. A lane that is new has no row that could tell."""
+    first = database.claim(store, "orders")
+    with pytest.raises(ConfigurationError, match=r"'cluster-one'.*'cluster-two'"):
+        store.claim(["orders#1"], owner=first.owner, cluster_id="cluster-two", guard=("orders", first.incarnation))
+    assert [row.transactional_id for row in store.find("")] == ["orders"]
+    # Kafka is away: nobody knows the cluster.
+    store.claim(["orders#1"], owner=first.owner, cluster_id=None, guard=("orders", first.incarnation))
+
+
 def test_another_cluster_is_refused_and_nothing_is_claimed(database: Database, store: SqlStateStore) -> None:
     database.claim(store, "orders")
     with pytest.raises(ConfigurationError, match=r"'cluster-one'.*'cluster-two'") as caught:

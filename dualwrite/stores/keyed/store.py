@@ -474,7 +474,8 @@ class KeyedStore(Incidents):
             entries = self._entries({*ids, *([guard[0]] if guard is not None else [])})
             if guard is not None:
                 held = _row_of(entries.get(state_key(guard[0])))
-                check_guard(None if held is None else (held.incarnation, held.owner), guard[0], owner, guard[1])
+                shown = None if held is None else (held.incarnation, held.owner, held.cluster_id)
+                check_guard(shown, guard[0], owner, guard[1], cluster_id)
             moment = now()
             found = {name: _stored_of(entries.get(state_key(name))) for name in ids}
             claimed = [

@@ -19,7 +19,7 @@ from sqlalchemy import Integer, String, bindparam, exc, func, literal, null, or_
 from dualwrite.errors import ConfigurationError, DualWriteError, IllegalStateError
 from dualwrite.interfaces import PAUSED_OWNER_TIMEOUT_S
 from dualwrite.protocol.process import DatabaseVerdict
-from dualwrite.protocol.values import Decision, Incident, OutboxMode, Outcome, Participant, cluster_text
+from dualwrite.protocol.values import Decision, Incident, OutboxMode, Outcome, Participant, cluster_text, parse_cluster
 from dualwrite.stores.sql import dialect, drivers, savepoints
 from dualwrite.stores.sql.access import begin_on, begun_on, engine_of, keep, let_go, map_database_error
 from dualwrite.stores.sql.drivers import CompiledOnce, roll_back_before_closing
@@ -643,9 +643,11 @@ class Claim:
         would deadlock. ``incarnation`` is that of our newest known claim.
         """
         state = self._state
-        statement = select(state.c.incarnation, state.c.owner).where(state.c.transactional_id == transactional_id)
-        row = connection.execute(statement.with_for_update(read=not claimed)).one_or_none()
-        check_guard(None if row is None else (row.incarnation, row.owner), transactional_id, self._owner, incarnation)
+        shown = select(state.c.incarnation, state.c.owner, state.c.cluster_id)
+        statement = shown.where(state.c.transactional_id == transactional_id).with_for_update(read=not claimed)
+        row = connection.execute(statement).one_or_none()
+        found = None if row is None else (row.incarnation, row.owner, parse_cluster(row.cluster_id)[0])
+        check_guard(found, transactional_id, self._owner, incarnation, self._cluster_id)
 
     def run(self, connection: Connection, ids: Sequence[str]) -> Sequence[StateRow]:
         """Insert missing rows, raise all incarnations, and return the rows in order of id. If it raises, roll back."""

@@ -512,19 +512,27 @@ def check_claimed(row: StateRow, cluster_id: str | None, table: str) -> None:
             transactional_id=row.transactional_id,
             next_step="the row was edited: restore it before anything is settled",
         )
-    if cluster_id is not None and row.cluster_id not in {cluster_id, ""}:
-        raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
+    _check_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 
-def check_guard(found: tuple[int, str] | None, transactional_id: str, owner: str, incarnation: int) -> None:
-    """Check that the guard of a claim is still ours; ``incarnation`` is that of our newest known claim.
+def _check_cluster(named: str, cluster_id: str | None, transactional_id: str) -> None:
+    if cluster_id is not None and named not in {cluster_id, ""}:
+        raise other_cluster(named, cluster_id, transactional_id)
+
+
+def check_guard(
+    found: tuple[int, str, str] | None, transactional_id: str, owner: str, incarnation: int, cluster_id: str | None
+) -> None:
+    """Check that the guard of a claim, as found with its incarnation, owner and cluster, is still ours, and of this cluster.
+
+    ``incarnation`` is that of our newest known claim.
 
     A higher incarnation alone does not show another owner: if the answer to a COMMIT was lost, it may be a claim of our own
     that we do not know of. Every claim writes its owner, so the name shows which owner claimed last.
     """
     if found is None:
         raise Fenced("the row is gone", transactional_id=transactional_id)
-    shown, holder = found
+    shown, holder, cluster = found
     if holder != owner:
         raise Fenced(
             f"the row names incarnation {shown} of {holder!r}, our newest is {incarnation}",
@@ -532,6 +540,8 @@ def check_guard(found: tuple[int, str] | None, transactional_id: str, owner: str
         )
     if shown < incarnation:
         raise gone_back(f"the row names our incarnation {shown}, although {incarnation} was claimed", transactional_id)
+    # A lane that is new has no row to tell: the address may lead elsewhere since the writer was opened.
+    _check_cluster(cluster, cluster_id, transactional_id)
 
 
 def digest(state: PreparedTxnState) -> str:
