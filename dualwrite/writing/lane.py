@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
 """For at least this long, Kafka is asked how a decided transaction ended, even if the time for ending it is over."""
+_CLAIM_HOLDS_S: Final = 10.0
 _UNSETTLED: Final = frozenset({LaneState.UNVERIFIED, LaneState.UNSETTLED})
 _KNOW_END_S: Final = 5.0
 """Limits the wait for the end of a transaction before it is recorded as complete."""
@@ -89,6 +90,7 @@ class Lane:
         self._undecided_in: dict[int, frozenset[Partition]] = {}
         self._asking_since: float | None = None
         self._looked_back = False
+        self._claimed_s = 0.0
         self._refused: DualWriteError | None = None
         self._fenced = False
         self._asking_for = ""
@@ -263,6 +265,7 @@ class Lane:
         verified = row.unverified_from is None
         self._machine.apply(LaneEvent.CLAIM if verified else LaneEvent.CLAIM_WITHOUT_KAFKA)
         self._row, self._refused, self._fenced = row, None, False
+        self._claimed_s = now_s()
 
     def _note_settled(self) -> None:
         self._machine.apply(LaneEvent.SETTLE)
@@ -338,7 +341,8 @@ class Lane:
             waiting.elsewhere(lambda: self._claim_without_kafka(deadline))
 
     def _make_usable(self, deadline: Deadline) -> None:
-        if self._machine.state is not LaneState.SETTLED:
+        # Without a producer, nothing holds a lane to the cluster that it was claimed in: the address may lead elsewhere by now.
+        if self._machine.state is not LaneState.SETTLED or now_s() > self._claimed_s + _CLAIM_HOLDS_S:
             self._settle_former(deadline)
         self._start(deadline)
 

@@ -23,6 +23,7 @@ from dualwrite.protocol.lives import LaneEvent, ProducerState
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle import Ended, EndStep
 from dualwrite.protocol.values import LogProof, Outcome, ShownProducer
+from dualwrite.writing import lane as lanes
 from dualwrite.writing.dual_write import Ending
 from dualwrite.writing.lane import Lane
 
@@ -335,6 +336,21 @@ def test_a_lane_whose_writer_was_taken_over_is_not_added(servers):
             lambda here: here.lane("orders#1", guard=lambda: ("orders", first.row.incarnation)).ready(Deadline(60))
         )
     assert "orders#1" not in servers.database.rows
+
+
+@pytest.mark.parametrize(("holds_s", "claims"), [(60.0, 1), (-1.0, 2)])
+def test_a_lane_without_a_producer_that_was_claimed_long_ago_claims_again(servers, monkeypatch, holds_s, claims):
+    """The claim compares the cluster, to which the producer that is made now would connect."""
+    monkeypatch.setattr(lanes, "_CLAIM_HOLDS_S", holds_s)
+
+    def work(here):
+        lane = here.lane()
+        lane.settle(Deadline(60))
+        here.write(lane, "m1")
+
+    servers.run(work)
+    assert servers.row().incarnation == claims
+    assert servers.visible() == ["m1"]
 
 
 def test_completion_is_recorded_once_the_partitions_show_the_end_and_not_before(servers):
