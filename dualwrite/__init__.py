@@ -1,7 +1,7 @@
 """dualwrite: commit Kafka messages and database rows together or not at all.
 
-No outbox, no relay: the database commit is the decision and Kafka follows it, on stock brokers and clients. Implements the
-dual-write recipe of KIP-939 ("Support Participation in 2PC").
+The database commit is the decision, and Kafka follows it, on stock brokers and clients. No relay is needed, and an outbox only
+while Kafka is away. Implements the dual-write recipe of KIP-939 ("Support Participation in 2PC").
 
 What belongs here: the names that applications use every day, loaded at first use, so that an import loads no driver. May use:
 every package but ``dualwrite.cli``, ``dualwrite.sinks`` and ``dualwrite.testing``. The other public names are in

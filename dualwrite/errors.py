@@ -54,8 +54,8 @@ class DualWriteError(Exception):
         next_step: What to do now; the class's own advice if not given.
 
     Attributes:
-        refused_topic: The topic of a message that Kafka refuses for good: it is too large, there is no such topic, or no right
-            to it. None if that is not what happened.
+        refused_topic: The topic of a message that Kafka refuses for good, because it is too large, the topic does not exist, or
+            a right to it is missing. None for any other error.
     """
 
     outcome: str = "unknown"
@@ -80,7 +80,7 @@ class ConfigurationError(DualWriteError):
     """The settings cannot work, or would not be safe. Nothing was changed on either side.
 
     Attributes:
-        may_pass: Whether it may pass by itself: the database is a standby, or read-only, as it is during a failover.
+        may_pass: Whether the cause may go away by itself: the database is a standby or read-only, as during a failover.
     """
 
     may_pass: bool = False
@@ -158,7 +158,7 @@ class TransactionAborted(DualWriteError):
 class Fenced(DualWriteError):
     """Another owner has claimed the transactional id. The current transaction is on neither side.
 
-    Raised by a *commit*, it says nothing about the transaction: the other owner may have completed it. Then ``outcome`` is
+    If a *commit* raises it, the transaction may have been committed: the other owner may have completed it. Then ``outcome`` is
     ``unknown``, and only the log proves what happened.
     """
 
@@ -170,7 +170,7 @@ class Unavailable(DualWriteError):
     """The database or Kafka did not answer in time, while no decision was under way.
 
     Attributes:
-        silent: Whether nothing was tried, because Kafka was known not to answer.
+        silent: Whether nothing was tried because Kafka was already known not to answer.
     """
 
     silent: bool = False
@@ -180,7 +180,7 @@ class Unavailable(DualWriteError):
 
 
 class TransactionInDoubt(DualWriteError):
-    """The answer to the database's COMMIT is missing, and the doubt could not be resolved. Never retry before recovery."""
+    """The answer to the database's COMMIT is missing, and nothing showed the outcome in time. Never retry before recovery."""
 
     outcome = "unknown"
     advice = "do not run the work again; run recovery and look at the database"

@@ -313,13 +313,13 @@ SessionT = TypeVar("SessionT", bound=AsyncSession)
 class AsyncDualWriter:
     """A :class:`DualWriter` for the tasks of one event loop: the same protocol, without a thread for each transaction.
 
-    Tasks share one writer; any number of them may ask for a transaction at once, and get a lane first come, first served. Raise
-    ``WriterLimits.lane_timeout_s`` if more of them wait than your servers can serve in that time.
+    Tasks share one writer. Any number of them may ask for a transaction at once; they get lanes first come, first served. Raise
+    ``WriterLimits.lane_timeout_s`` if more tasks wait than your servers can serve in that time.
 
-    A cancellation has one of two outcomes. Until the database is asked to commit, both sides abort, and ``CancelledError``
-    leaves the block. From then on the dual write is completed first, and ``CancelledError`` is raised after it, unless there is
-    an error that says more. ``tx.state`` shows which. Work that cannot be interrupted, such as claiming a lane, is finished
-    first in either case, limited by ``timeout_s``.
+    A cancellation has one of two outcomes, and ``tx.state`` shows which. Until the database is asked to commit, both sides
+    abort, and ``CancelledError`` leaves the block. From then on the dual write is completed first; then ``CancelledError`` is
+    raised, or an error that says more. In either case, work that cannot be interrupted, such as claiming a lane, is finished
+    first, within ``timeout_s``.
 
     Args:
         transactional_id: As for :class:`DualWriter`.
@@ -333,7 +333,7 @@ class AsyncDualWriter:
             say.
         schema, outbox, limits: As for :class:`DualWriter`.
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
-        serializers: As for :class:`DualWriter`. Called in the event loop's thread, which they block while they ask a registry.
+        serializers: As for :class:`DualWriter`. Called in the event loop's thread: one that asks a registry blocks the loop.
         telemetry: As for :class:`DualWriter`.
 
     Raises:

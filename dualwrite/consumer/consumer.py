@@ -552,23 +552,23 @@ class ExactlyOnceConsumer:
             transaction, its messages are then not handled twice.
         consumer: librdkafka configuration for the consumer alone, such as ``group.protocol`` or ``session.timeout.ms``.
             ``auto.offset.reset`` is ``earliest`` unless given.
-        writer: Further arguments of `DualWriter`, such as ``{"limits": WriterLimits(margin_s=5)}``. The number of its lanes is
-            made of ``workers``.
+        writer: Further arguments of `DualWriter`, such as ``{"limits": WriterLimits(margin_s=5)}``. The number of its
+            lanes follows from ``workers``.
         max_messages: The maximum number of messages in one transaction.
         linger_s: How long a transaction waits to become full, in seconds.
         workers: How many transactions run at a time. Each has partitions of its own, so that a partition keeps its order.
         attempts: How often the handler may fail with the same messages. Then halves of them are tried, down to the message
-            that fails. Deadlocks and unavailable servers do not count: the member waits, and stays in the group.
+            that fails. Deadlocks and unavailable servers do not count: the member waits, but stays in the group.
         dead_letter_topic: Topic for messages that keep failing: each is written there in a transaction with its offset, the
             reason in headers. Without it, :meth:`run` raises the handler's error.
-        transient: Errors of the handler and the deserializers that show that something else they need is unavailable: the
-            member waits and retries, and does not count them.
+        transient: Errors of the handler and the deserializers by which a service that they need is unavailable: the member
+            waits and retries, and does not count them.
         deserializers: Make the keys and values that the handler gets: ``{"key": ..., "value": ...}``, each ``(bytes,
             SerializationContext) -> object``, as those of confluent-kafka; or a dictionary with one for each topic that has
             one. All workers use them at once, and again after an abort. A message that cannot be read goes to the dead-letter
             topic as it was read, or stops :meth:`run`; while a schema registry is unavailable, the member waits.
-        state: Stores whose changes commit with the messages, one for each partition; then the consumer reads one topic, and
-            its writer has no ``outbox``. Close them after :meth:`run`.
+        state: Stores whose changes commit with the messages, one for each partition. The consumer must then read a single
+            topic, and its writer have no ``outbox``. Close them after :meth:`run`.
 
     Raises:
         ConfigurationError: A setting cannot work, or would break the promise.

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 class TransactionalProducer(Closing):
     """One transactional producer: one transaction at a time, used by one thread at a time.
 
-    Makes no connection until :meth:`init_transactions`. Whenever a request may have been sent twice, or its answer is
-    missing, the producer is ``doubtful`` and refuses to begin another transaction, which a late copy of the request
-    would end (KAFKA-17754).
+    Makes no connection until :meth:`init_transactions`. If a request may have been sent twice, or its answer is missing, the
+    producer is ``doubtful``: it refuses to begin another transaction, because a late copy of the request would end that one
+    (KAFKA-17754).
 
     Args:
         kafka: librdkafka's configuration, for both Kafka clients, and two settings of this library.
@@ -62,7 +62,7 @@ class TransactionalProducer(Closing):
             ``dualwrite.bulk``: True for many messages in a transaction: delivery reports cover failures only, and
             ``prepare_transaction`` asks the partitions for the first offsets. ``on_delivery`` is not available then.
         transactional_id: Kafka's ``transactional.id``, used exactly as given.
-        transaction_timeout_ms: Overrides ``transaction.timeout.ms``; the greatest that works if neither is given.
+        transaction_timeout_ms: Overrides ``transaction.timeout.ms``. By default, the longest timeout that the brokers allow.
         call_timeout_s: Seconds that each call may take.
 
     Raises:

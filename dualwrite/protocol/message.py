@@ -348,7 +348,7 @@ class ProducerRecord(NamedTuple):
 
     Attributes:
         topic: Topic name.
-        value: Payload: what the topic's value serializer takes; without one, bytes, a string, or None.
+        value: Payload: an object for the topic's value serializer; without a serializer, bytes, a string, or None.
         key: Key, likewise.
         headers: Headers, in order.
         partition: The partition; None if Kafka chooses it.

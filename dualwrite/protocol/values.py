@@ -608,38 +608,38 @@ WhenRefused: TypeAlias = Literal["aside", "stop"]
 
 @dataclass(frozen=True, kw_only=True)
 class WriterLimits:
-    """The times and counts of a writer. Every one has a default: give those that you change.
+    """The times and counts of a writer. Each has a default: pass only those that you change.
 
     A *unit* is the work of one caller of :meth:`DualWriter.submit`; a *group* is the units that commit in one dual write.
 
     Args:
-        max_lanes: The maximum number of concurrent transactions. A consumer makes it of its ``workers``. The writer owns up to
-            twice as many transactional ids, less one: see "Lanes" in the architecture.
+        max_lanes: The maximum number of concurrent transactions. A consumer derives it from its ``workers``. The writer owns up
+            to twice as many transactional ids, less one: see "Lanes" in the architecture.
         timeout_s: Limits opening, and each ending of a transaction, in seconds.
-        lane_timeout_s: How long a transaction waits for a free lane, and then until that is ready, and ``submit`` for a place,
-            in seconds.
-        flush_timeout_s: How long a transaction waits for an answer of Kafka while it holds the database's locks, in seconds:
-            for the leaders of a topic, and at its end for acknowledgements. Each answer begins the time anew.
+        lane_timeout_s: How long a transaction waits for a free lane, and then for the lane to be ready, in seconds. Also how
+            long ``submit`` waits for a place.
+        flush_timeout_s: How long a transaction waits for an answer from Kafka while it holds locks in the database, in seconds:
+            for the leaders of a topic, and at its end for acknowledgements. Each answer starts the time again.
         margin_s: The time that must be left of the broker's transaction timeout once the database has committed, in seconds; on
             PostgreSQL also the longest pause between the decision and its COMMIT.
-        idle_after_s: After this time without a transaction the row records that its last one is complete, in seconds.
-        paused_owner_timeout_s: An owner that is paused inside a transaction loses its PostgreSQL session after this time, so
-            that it does not hold its row forever; None leaves the server's own setting. In seconds.
+        idle_after_s: After this many seconds without a transaction, the row records that the last one is complete.
+        paused_owner_timeout_s: An owner that is paused inside a transaction loses its session of PostgreSQL or MariaDB after
+            this many seconds, so that it does not hold its row forever; None leaves the server's own setting.
         group_units: The maximum number of units in a group. PostgreSQL keeps up to 64 savepoints of a transaction in shared
             memory; more of them slow down every query that meets their rows before the commit.
-        group_open_s: No unit begins later than this after the group's first one; the others wait for the next group. So the
-            first unit waits for the others no longer than this and the last unit take. A group never waits for units.
-        group_bytes: No unit begins once the messages of the group are larger than this: their keys and values, in bytes.
-        waiting_units: The maximum number of units that wait for a group. At that number ``submit`` lets its caller wait, first
+        group_open_s: No unit begins more than this many seconds after the group's first one; the others wait for the next
+            group. So the first unit waits at most this long, and for the last unit to run. A group never waits for units.
+        group_bytes: No unit begins once the keys and values of the group's messages are larger than this, in bytes.
+        waiting_units: The maximum number of units that wait for a group. At that number ``submit`` makes its caller wait, first
             come, first served.
-        outbox_refused: What becomes of a message that waits in the database and that Kafka then refuses for good: it is too
-            large, say, or its topic is gone. ``aside`` moves it to a table of its own, from which `dualwrite outbox` puts it
-            back, and sends the others, later ones of its key among them; ``stop`` keeps all waiting until a person has helped.
-        fallback_after_s: With ``outbox="fallback"``, how long a block waits for an answer of Kafka before its messages wait in
-            the database, in seconds. Each answer begins the time anew, so a large transaction does not fall back because it
-            takes longer.
-        outbox_rows: The number of messages in the database from which on no more may wait: blocks are then refused, as without
-            an outbox. This and the next two are compared with what this process last counted.
+        outbox_refused: What happens to a message that has waited in the database if Kafka refuses it for good, because it is
+            too large, say, or its topic is gone. ``aside`` moves it to another table, from which `dualwrite outbox` can put it
+            back, and sends the others, including later ones of its key; ``stop`` keeps all waiting until a person acts.
+        fallback_after_s: With ``outbox="fallback"``, how long a block waits for an answer from Kafka before its messages wait
+            in the database, in seconds. Each answer starts the time again, so a large transaction does not fall back just
+            because it takes longer.
+        outbox_rows: The maximum number of messages that wait in the database. At that number, blocks are refused, as without
+            an outbox. This limit and the next two are compared with what this process last counted.
         outbox_bytes: The same for the bytes of their keys, values and headers. A block whose own messages are larger does not
             fall back.
         outbox_age_s: The same for how long the first of them has waited, in seconds.

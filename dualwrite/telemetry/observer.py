@@ -75,7 +75,7 @@ class _SettleSpan(SettleObserver):
 class Telemetry(Observer):
     """Records dual writes, settling and recoveries with OpenTelemetry. May be shared by all writers of a process.
 
-    Nothing is recorded without an SDK; the providers may get theirs later.
+    Nothing is recorded without an SDK. The SDK may be set up later than this.
 
     Args:
         tracer_provider: Makes the tracer; the global one if not given.

@@ -82,17 +82,17 @@ def recover(
             many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
             alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
             what they have prepared to the driver.
-        dry_run: Only find out what would be done.
+        dry_run: Report what would be done, and change nothing.
         after_restore: The database was restored, and Kafka may show newer messages: continue above every incarnation that Kafka
-            knows, and abort what is open there. Includes lanes and writers that are younger than the backup and have no row:
-            those of the id or the prefix; without either, the lanes of the writers that have one.
+            knows, and abort what is open there. This includes lanes and writers of the id or the prefix that are younger than
+            the backup, and so have no row. Without an id or a prefix, it includes such lanes only of writers that have a row.
         timeout_s: Limits the whole call, in seconds.
-        progress: Called with two numbers of ids: those settled so far, and those to settle. First before any is settled; one
-            call at a time, in several threads.
+        progress: Called with the number of ids settled so far, and of those to settle. The first call comes before any is
+            settled. Several threads call it, one at a time.
         telemetry: As for `DualWriter`.
 
     Returns:
-        The report. Durable on return: everything decided is complete in Kafka, or is among the losses; nothing waits any more.
+        The report. On return, everything decided is complete in Kafka or is among the losses, and no message waits any more.
 
     Raises:
         ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the

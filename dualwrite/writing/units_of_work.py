@@ -45,12 +45,12 @@ _RETURNS: Final = re.compile(r"\breturning\b", re.IGNORECASE)
 class RowUnit:
     """Rows and messages of one caller, for ``submit``: a unit of work as data instead of code.
 
-    Consecutive units of a group with the same statement are executed at once (``executemany``), in one savepoint: with many
-    callers, several times as fast as functions. If that fails, each of them runs in a savepoint of its own, so that the
-    failing one alone gets its error.
+    Consecutive units of a group with the same statement are executed together (``executemany``), in one savepoint. With many
+    callers, that is several times as fast as functions. If it fails, each of them runs in a savepoint of its own, so that only
+    the failing unit gets the error.
 
-    Statements are the same if they are one object, or if each is a bare ``insert(table)``, and their parameters have the same
-    names. So make a statement once, and give what differs as parameters.
+    Two statements are the same if they are one object, or both a bare ``insert(table)``, and their parameters have the same
+    names. So make a statement once, and pass what differs as parameters.
 
     Args:
         statement: ``insert()``, ``update()``, ``delete()``, or one of them as ``text()``. It must not return rows.
@@ -58,11 +58,11 @@ class RowUnit:
             mappings with the same names, for several rows.
         messages: The messages that commit with the rows, in their order; none if not given. Their headers are copied.
 
-    The statement is executed without the context variables of the caller: column defaults that read them must be given as
-    parameters. Serializers and telemetry have them.
+    The statement runs without the context variables of the caller: if a column default reads one, pass its value as a
+    parameter. Serializers and telemetry do see them.
 
     Raises:
-        ConfigurationError: The statement returns rows or is none of these; or the parameters or messages cannot be used.
+        ConfigurationError: The statement returns rows, or is of another kind; or the parameters or messages cannot be used.
     """
 
     __slots__ = ("_names", "messages", "rows", "statement")

@@ -63,30 +63,31 @@ class DualWriter(Submitting):
     settles what was left behind: committed rows get their messages, everything else is aborted on both sides.
 
     One process at a time owns a transactional id: opening a second writer of that name fences the first. Threads share one
-    writer; concurrent transactions each take a *lane*, a transactional id of its own (``orders``, ``orders#1``, ...).
+    writer. Each concurrent transaction takes a *lane*, which has its own transactional id (``orders``, ``orders#1``, ...).
 
     Args:
         transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
             same time. At most 240 characters, without ``#``.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least. Its ``client.id`` names the owner to people who read
-            the row; without one, ``user@host:pid`` does. Two settings are this library's: ``dualwrite.engine`` (``auto``,
-            ``native`` or ``librdkafka``; see `TransactionalProducer`), and ``dualwrite.bulk``, which is for large
-            transactions: less work for each message, and no ``on_delivery``.
+            the row; the default is ``user@host:pid``. Two settings are this library's: ``dualwrite.engine`` (``auto``,
+            ``native`` or ``librdkafka``; see `TransactionalProducer`), and ``dualwrite.bulk`` for large transactions: less
+            work for each message, but no ``on_delivery``.
         database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
         outbox: What a block does while Kafka does not answer. ``never``: it is refused, with `Unavailable`. ``fallback``: after
-            ``fallback_after_s`` its messages become rows that commit with its own, and are sent once, in their order, when
-            Kafka answers; so the end of a block does not mean any more that readers see its messages: see `Transaction.outbox`.
-            ``always``: they always become rows, sent by this process a moment later: the shortest call. Not for RocksDB and
-            ZooKeeper. Only silence makes a block fall back: what Kafka refuses aborts it, as ever.
+            ``fallback_after_s`` its messages become rows that commit with its own. They are sent once, in their order, when
+            Kafka answers, so readers may not see them yet when the block ends: see `Transaction.outbox`. ``always``: messages
+            always become rows, and this process sends them a moment later; this is the shortest call. Only silence makes a
+            block fall back: what Kafka refuses still aborts the block. RocksDB and ZooKeeper have no outbox.
         limits: The times and counts of the writer, among them ``max_lanes`` and ``timeout_s``: a `WriterLimits`.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         serializers: Make the keys and values of ``tx.produce``: ``{"key": ..., "value": ...}``, each ``(object,
             SerializationContext) -> bytes``, as those of confluent-kafka; or a dictionary with one for each topic that has one.
             Many threads use them at once.
         on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
-            block has ended in another way, for instance with `CompletionPending`; in the thread that found it, which may be
-            about to begin a block. Without it, or if it has raised, which is logged, :meth:`close` raises such a loss.
+            block has ended in another way, for instance with `CompletionPending`. The thread that found the loss calls it, and
+            may be about to begin a block. Without ``on_loss``, or if it raises (which is logged), :meth:`close` raises the
+            loss.
         telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
             application has imported OpenTelemetry; without its SDK nothing is recorded.
 
