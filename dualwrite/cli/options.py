@@ -198,7 +198,7 @@ def exit_code_for_errors(command: Callable[P, R]) -> Callable[P, R]:
 COMMANDS: Final = {
     "acknowledge": ("dualwrite.cli.tables", "Note that a person has looked at a loss."),
     "batches": ("dualwrite.cli.tables", "Show what Spark sinks have written, batch by batch."),
-    "doctor": ("dualwrite.cli.recovery", "Check brokers, database, clocks, clients; say how to mend them."),
+    "doctor": ("dualwrite.cli.recovery", "Check brokers, database, clocks, clients; say how to fix them."),
     "forget": ("dualwrite.cli.recovery", "Delete ids that never come back, and old incidents."),
     "migrate": ("dualwrite.cli.tables", "Create or upgrade the library's tables."),
     "outbox": ("dualwrite.cli.tables", "Show messages that wait in the database, and handle those moved aside."),

@@ -504,7 +504,7 @@ def doctor(
     schema: str | None,
     kafka: Mapping[str, object],
 ) -> None:
-    """Check everything that dual writes rest on, and say how to mend what is wrong. Changes nothing.
+    """Check everything that dual writes rest on, and say how to fix what is wrong. Changes nothing.
 
     Run it with the application's own settings and rights: brokers and their settings, topics, rights, the database, its tables
     and grants, clocks, and the versions of clients. Without --url only Kafka is checked.

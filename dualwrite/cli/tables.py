@@ -530,7 +530,7 @@ def _chosen(command: Callable[P, R]) -> Callable[P, R]:
 def replay(*, writer: str, numbers: Sequence[int] | None, url: str, schema: str | None, by: By | None) -> None:
     """Let messages of WRITER that were moved aside wait again, behind all that wait already: they are sent as the next ones.
 
-    Mend first what refused them. Later messages of their keys may have been sent meanwhile.
+    Fix first what refused them. Later messages of their keys may have been sent meanwhile.
 
     Exit code: 0 done, 1 an error, 6 there is none, or not all of NUMBERS.
     """

@@ -1,6 +1,6 @@
-"""Findings: what a check has seen, why it matters, and how to mend it; and the rules that every writer applies.
+"""Findings: what a check has seen, why it matters, and how to fix it; and the rules that every writer applies.
 
-A rule takes what was seen, and says whether that is good enough, why it matters, and how to mend it. Start-up and ``dualwrite
+A rule takes what was seen, and says whether that is good enough, why it matters, and how to fix it. Start-up and ``dualwrite
 doctor`` apply the same rules. Here are those of start-up, and of clocks, clients and the process; those that only the doctor
 applies are in the chapters on Kafka and on databases:
 

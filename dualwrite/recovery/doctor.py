@@ -1,4 +1,4 @@
-"""``doctor``: checks everything that dual writes rest on, and says how to mend what is wrong. Changes nothing.
+"""``doctor``: checks everything that dual writes rest on, and says how to fix what is wrong. Changes nothing.
 
 The rules stand in :mod:`dualwrite.protocol.findings` and its neighbours for Kafka and databases. Start-up applies the same.
 """
@@ -46,7 +46,7 @@ def doctor(
     writer: str | None = None,
     timeout_s: float = 30.0,
 ) -> Sequence[CheckResult]:
-    """Check the brokers, the database, clocks, clients and this process, and say how to mend what is wrong.
+    """Check the brokers, the database, clocks, clients and this process, and say how to fix what is wrong.
 
     May be called at any time, from any process, with the application's own rights. Changes nothing, and is not needed for
     anything. A server that is away, or refuses a question, is a finding and no exception.

@@ -153,7 +153,7 @@ class TargetView:
         waiting: What waits.
         batches: Batches of Spark sinks that are not completed.
         losses: What is lost, or may be.
-        findings: Conditions that a person should mend, in words.
+        findings: Conditions that a person should fix, in words.
         history: What people and services did last.
         acts: Whether there are actions.
     """
@@ -278,7 +278,7 @@ def _summary(snapshot: Snapshot, *, losses: int, people: int, aside: int, blocki
 
 
 def _finding_words(one: CheckResult) -> str:
-    return f"{one.status.value}: {one.check}: {one}. To mend it: {one.remedy}"
+    return f"{one.status.value}: {one.check}: {one}. To fix it: {one.remedy}"
 
 
 def _role(snapshot: Snapshot) -> str:

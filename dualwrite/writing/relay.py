@@ -368,7 +368,7 @@ class Relay:
     def _refuse(
         self, writer: DualWriter, sends: Sends, rows: Sequence[Sequence[Any]], reason: str, *, once: bool
     ) -> Sends:
-        """The rows at hand cannot be sent: move them aside, or let everything wait until somebody has mended that."""
+        """The rows at hand cannot be sent: move them aside, or let everything wait until somebody has fixed that."""
         if self._aside:
             self._move_aside(writer, rows, reason)
             self.report.refused += [f"{self._rows.shown(row)}: {reason}" for row in rows]
@@ -384,7 +384,7 @@ class Relay:
             raise TransactionAborted(
                 f"a row of {self.table.name} cannot be sent: {said}",
                 transactional_id=self.name,
-                next_step="mend or delete the row, or mend what refuses it",
+                next_step="fix or delete the row, or fix what refuses it",
                 retryable=False,
             )
         self._now("waiting after an error")

@@ -207,7 +207,7 @@ class DualWriter(Submitting):
             wait: False returns at once, without asking a server: for processes that must start while Kafka or the database is
                 away. A thread opens the writer, and tries again until it has. Until then a block waits for two seconds at most,
                 no longer than until the first server is found silent, and raises `Unavailable`, which says what is missing
-                since when; :meth:`health` says it, too. What waiting cannot mend (`Fenced`, a lost claim, a
+                since when; :meth:`health` says it, too. What waiting cannot fix (`Fenced`, a lost claim, a
                 `ConfigurationError` without ``may_pass``) ends the attempts: each block raises it. Losses of former owners are
                 reported as ``on_loss`` says.
 

@@ -79,7 +79,7 @@ def fitting(
     except pa.ArrowInvalid as error:
         words = _does_not_fit(column, schema)
         if wrong is None:
-            step = 'mend the text, or send its bytes: cast("binary")' if pa.types.is_string(column.arrow) else None
+            step = 'fix the text, or send its bytes: cast("binary")' if pa.types.is_string(column.arrow) else None
             raise ConfigurationError(f"{words}: {error}", next_step=step) from error
         return _halves_that_fit(array, column.arrow, wrong, words, 0)
 

@@ -188,7 +188,7 @@ def test_the_page_needs_no_script_escapes_what_it_shows_and_loads_itself_again()
     finding = CheckResult("Kafka", "timeout", Status.WARNING, "15 minutes", "what is decided may be lost", "raise it")
     held = replace(with_round(incidents=[LOSS], warnings=["old versions of rows"]), findings=(finding,))
     page = render([held], 104.0, refresh_s=10)
-    assert "<li>warning: timeout: 15 minutes: what is decided may be lost. To mend it: raise it</li>" in page
+    assert "<li>warning: timeout: 15 minutes: what is decided may be lost. To fix it: raise it</li>" in page
     with client(held) as asked:
         assert asked.get("/api/status").json()["targets"]["shop"]["findings"][0]["remedy"] == "raise it"
     assert scraped(held)[0]["dualwrite_findings", "warning"] == 1.0
