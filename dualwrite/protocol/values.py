@@ -685,6 +685,15 @@ class WriterLimits:
 DEFAULT_LIMITS: Final = WriterLimits()
 
 
+def check_limits(limits: object) -> None:
+    """Refuse what is no `WriterLimits`, such as the dictionary that ``kafka`` may be."""
+    if not isinstance(limits, WriterLimits):
+        raise ConfigurationError(
+            f"limits is of type {type(limits).__name__}",
+            next_step="give a WriterLimits, such as WriterLimits(max_lanes=16)",
+        )
+
+
 # Things that do not belong together: a database and a Kafka cluster that disagree, tables and a program of other
 # versions.
 #

@@ -15,7 +15,7 @@ from dualwrite.clock import Deadline
 from dualwrite.errors import IllegalStateError
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.protocol.outbox import NO_OUTBOX, Outbox, check_setting
-from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_writer_name
+from dualwrite.protocol.values import DEFAULT_LIMITS, OutboxMode, WriterLimits, check_limits, check_writer_name
 from dualwrite.recovery.claim import LOSSES, noting_reported, unique_owner
 from dualwrite.stores.sql.database import database_of, is_made_here, sql_of
 from dualwrite.telemetry import observer_if_loaded
@@ -115,6 +115,7 @@ class DualWriter(Submitting):
         self.transactional_id = transactional_id
         self._owns_database = is_made_here(database)
         self._database = database_of(database, schema)
+        check_limits(limits)
         self._limits = limits
         self._producers = ProducerSettings(KafkaConfig.parse(kafka), limits.timeout_s, limits.flush_timeout_s)
         check_setting(outbox)

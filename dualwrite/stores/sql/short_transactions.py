@@ -80,7 +80,8 @@ def dialect_of(
         return MariaDB(paused_owner_timeout_s)
     raise ConfigurationError(
         f"{'+'.join(found)} is not supported",
-        next_step="use postgresql+psycopg://... (psycopg 3), mysql+pymysql://... (MariaDB, MySQL) or sqlite:///...",
+        next_step="use postgresql+psycopg://... (psycopg 3), mysql+pymysql://... (MariaDB, MySQL) or sqlite:///...; "
+        "an AsyncDualWriter also takes postgresql+asyncpg and sqlite+aiosqlite",
     )
 
 

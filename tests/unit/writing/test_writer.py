@@ -67,6 +67,11 @@ def test_a_setting_that_cannot_work_is_refused_before_anything_connects(wrong):
         DualWriter("orders", **{"kafka": SETTINGS, "database": "sqlite://", **wrong})
 
 
+def test_limits_that_are_a_dictionary_are_refused_with_what_to_write():
+    with pytest.raises(ConfigurationError, match=r"limits is of type dict \(give a WriterLimits"):
+        DualWriter("orders", kafka=SETTINGS, database="sqlite:///x.db", limits={"max_lanes": 2})
+
+
 def test_a_block_commits_both_sides_or_neither_and_passes_its_exception_on(shop):
     with shop.writer() as writer:
         with writer.transaction() as tx:
