@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Work: TypeAlias = "Callable[[Transaction], object]"
+Append: TypeAlias = Callable[[Sequence[UnitRecord], UnitWriterEvent], None]
 
 _LARGEST_PART: Final = 16 * 1024 * 1024
 _W, _V = UnitWriterState, UnitWriterEvent
@@ -75,6 +76,7 @@ class _Parts:
         self._count = 0
         self._size = 0
         self._is_begun = False
+        self._is_torn = False
         self._part_records = part_records
 
     def add(self, record: UnitRecord) -> bool:
@@ -84,13 +86,23 @@ class _Parts:
         self._size += len(record.key or b"") + len(record.value or b"")
         return self._count >= self._part_records or self._size >= _LARGEST_PART
 
-    def part(self) -> tuple[Sequence[UnitRecord], UnitWriterEvent]:
-        return self._waiting, _V.PART if self._is_begun else _V.BEGIN
-
-    def written(self) -> None:
+    def write(self, append: Append) -> None:
+        """Write a part. After an exception from anywhere here the unit cannot end: the part may be in the log, or not."""
+        self._is_torn = True
+        append(self._waiting, _V.PART if self._is_begun else _V.BEGIN)
         self._waiting, self._count, self._size, self._is_begun = [], 0, 0, True
+        self._is_torn = False
+
+    def require_whole(self) -> None:
+        if self._is_torn:
+            raise TransactionAborted(
+                "the unit continued after a part of it could not be written",
+                next_step="after an error of produce(), leave the block, and write the unit again",
+                retryable=False,
+            )
 
     def last(self) -> tuple[Sequence[UnitRecord], UnitWriterEvent]:
+        self.require_whole()
         return [*self._waiting, marker_record(EndTransaction())], _V.END if self._is_begun else _V.WHOLE
 
 
@@ -101,7 +113,7 @@ class Unit:
         records: How many records were produced.
     """
 
-    def __init__(self, parts: _Parts, append: Callable[[Sequence[UnitRecord], UnitWriterEvent], None]) -> None:
+    def __init__(self, parts: _Parts, append: Append) -> None:
         self.records = 0
         self._parts = parts
         self._append = append
@@ -112,14 +124,15 @@ class Unit:
         Raises:
             IllegalStateError: The block has ended.
             ConfigurationError: A header is the library's own.
-            DualWriteError: A part could not be written. Leave the block: the unit is aborted.
+            DualWriteError: A part could not be written. Leave the block: the unit is aborted, even if the block continues.
         """
         if not self._parts.is_open:
             raise IllegalStateError("the unit has ended")
+        self._parts.require_whole()
+        record = part_of_unit(key, value, headers)
         self.records += 1
-        if self._parts.add(part_of_unit(key, value, headers)):
-            self._append(*self._parts.part())
-            self._parts.written()
+        if self._parts.add(record):
+            self._parts.write(self._append)
             failpoints.hit("unit.part")
 
 
@@ -169,6 +182,8 @@ class UnitWriter:
         self._timeout_s = timeout_s
         self._machine = Machine("writer of units", UNIT_WRITER_LIFE, _W.CLAIMED)
         self._in_unit = False
+        # Set while what the log holds is not known: an interruption may come between any two lines.
+        self._appending = False
         self._writer = DualWriter(
             writer_id(topic, partition),
             kafka=kafka,
@@ -181,7 +196,7 @@ class UnitWriter:
     @property
     def state(self) -> UnitWriterState:
         """Where the writer stands. A broken one can only be closed: open another."""
-        return self._machine.state
+        return _W.BROKEN if self._appending else self._machine.state
 
     def open(self) -> None:
         """Claim the partition, and abort the unit that a former writer has left unfinished, with a reason for people.
@@ -232,15 +247,15 @@ class UnitWriter:
         """
         if self._in_unit:
             raise IllegalStateError("units cannot be nested", next_step="end the first unit before the second")
-        if self._machine.state is not _W.BETWEEN:
+        if self.state is not _W.BETWEEN:
             raise IllegalStateError(
-                f"the writer of units is {self._machine.state.value}",
+                f"the writer of units is {self.state.value}",
                 transactional_id=self._writer.transactional_id,
                 next_step="open a new writer: it aborts the unit that this one left unfinished",
             )
         parts = _Parts(marker_record(BeginTransaction(name)), self._part_records)
-        self._in_unit = True
         try:
+            self._in_unit = True
             yield Unit(parts, self._append)
             failpoints.hit("unit.ending")
             self._append(*parts.last(), at_end)
@@ -255,6 +270,7 @@ class UnitWriter:
         """Write records in one dual write. Moves the machine by the event; to BROKEN if they may or may not be in the log."""
         self._machine.check(event)
         begun: Transaction | None = None
+        self._appending = True
         try:
             with self._writer.transaction() as begun:
                 for record in records:
@@ -272,12 +288,14 @@ class UnitWriter:
                         transactional_id=self._writer.transactional_id,
                         next_step="open another writer, which aborts the unit, and write the unit again",
                     ) from error
+            self._appending = False
             raise
         self._machine.apply(event)
+        self._appending = False
 
     def _abandon(self, error: BaseException) -> None:
         """Abort the unit if it has begun in the log and the end of the log is known; otherwise the next writer does."""
-        if self._machine.state is not _W.WITHIN:
+        if self.state is not _W.WITHIN:
             return
         try:
             self._abort(f"{type(error).__name__}: {text_of(error)}")

@@ -1,10 +1,12 @@
 """The writer of units with every outcome of a dual write, and owners that come, die and return: a reader sees no part of a unit."""
 
+import itertools
 from collections import Counter
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
+from harness.interruption import Interruption
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -246,6 +248,47 @@ def test_a_unit_with_each_outcome_in_each_place_is_whole_or_gone(servers, fate, 
     servers.fate = "commits"
     unit_writer().open()
     assert follow(servers.log) == ({"a", "b"} if seen is None or (kept and place in {"end", "whole"}) else set())
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["leaves the block", "continues"])
+def test_after_an_interruption_at_any_line_readers_see_whole_units(monkeypatch, goes_on):
+    for line in itertools.count(1):
+        with monkeypatch.context() as patch:
+            servers = Servers(patch)
+            one = unit_writer(2)
+            one.open()
+            interruption = Interruption(line)
+            with suppress(KeyboardInterrupt, DualWriteError), interruption.armed(), one.unit() as unit:
+                for number in range(5):
+                    with suppress(KeyboardInterrupt) if goes_on else nullcontext():
+                        unit.produce(b"1", b"%d" % number)
+            try:
+                with one.unit() as unit:
+                    unit.produce(b"2", b"last")
+            except IllegalStateError:  # it does not know where it stands
+                one = unit_writer()
+                one.open()
+                with one.unit() as unit:
+                    unit.produce(b"2", b"last")
+            found = Counter(seen_in(servers.log))
+            assert max(found.values()) == 1, interruption.at
+            assert goes_on or found.keys() in ({"last"}, {*"01234", "last"}), interruption.at
+            if interruption.at is None:
+                return
+
+
+def seen_in(log):
+    """The keys of what readers see, in the order of the log."""
+    shown, held = [], []
+    image = SimpleNamespace(
+        apply=lambda record: held.append(record.key.decode()),
+        publish=lambda: (shown.extend(held), held.clear()),
+        revert=held.clear,
+    )
+    follower = Follower(image)
+    for offset, record in enumerate(log):
+        follower.read(offset, record)
+    return shown
 
 
 def test_an_error_of_any_text_aborts_its_unit_and_the_writer_goes_on(servers):
