@@ -144,6 +144,15 @@ CONFIGURATIONS = {
     "native_at_once": Configuration(
         "owners send their decision with its COMMIT, and have no answer",
         native(2, 1, incarnations=5, budgets=Budgets(answer=1, abort=1), at_once=True),
+    ),
+    "native_at_once_and_a_settler": Configuration(
+        "the same, by an owner with two transactions, and a settler",
+        native(2, 0, incarnations=3, budgets=Budgets(answer=1, abort=1), at_once=True),
+        quick=True,
+    ),
+    "native_at_once_and_the_next_owner": Configuration(
+        "the same, by two owners with one transaction each",
+        native(1, 1, incarnations=4, budgets=Budgets(answer=1, abort=1), at_once=True),
         quick=True,
     ),
     "native_at_once_and_delays": Configuration(
