@@ -58,7 +58,7 @@ def serve(*, config_file: Path, check: bool, log_level: str) -> None:
 
     settings = read_settings(config_file)
     if check:
-        click.echo(f"{config_file}: {len(settings.targets)} targets: {', '.join(one.name for one in settings.targets)}")
+        click.echo(f"{config_file}: targets: {', '.join(one.name for one in settings.targets)}")
         return
     logging.basicConfig(
         stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
