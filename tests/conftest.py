@@ -22,6 +22,7 @@ from harness.planting import plant_from_environment
 from harness.shared_servers import KAFKA, MARIADB, STEADY, Shared, plugin, shared_kafka, shared_mariadb
 from harness.spent import Spent
 from harness.temporary import use_memory
+from harness.topics import Topics
 from harness.users import USERS
 from hypothesis import settings
 from sqlalchemy import create_engine, make_url
@@ -275,6 +276,20 @@ def dualwrite_mariadb(request: pytest.FixtureRequest) -> Iterator[EmbeddedMariaD
         server = EmbeddedMariaDB()
     with server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def topics(dualwrite_kafka: EmbeddedKafka) -> Iterator[Topics]:
+    with closing(Topics(dualwrite_kafka)) as topics:
+        yield topics
+
+
+@pytest.fixture
+def dualwrite_topic(topics: Topics) -> Iterator[str]:
+    """As the library's own plugin has it, but made and deleted with the topics of other tests."""
+    name = topics.take()
+    yield name
+    topics.give_back(name)
 
 
 @pytest.fixture
