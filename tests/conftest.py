@@ -9,6 +9,7 @@ import ssl
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, nullcontext
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,7 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
             in_session.append(item)
         elif item.get_closest_marker("longest") is not None or not all(_shared_servers(item)):
             longest.append(item)
-        elif _only_computes(item):
+        elif _only_computes(item.path):
             computing.append(item)
         else:
             waiting.append(item)
@@ -224,15 +225,16 @@ def _shared_out(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
     return found + computing
 
 
-def _only_computes(item: pytest.Item) -> bool:
-    return any(item.path.is_relative_to(folder) for folder in COMPUTING)
+@cache
+def _only_computes(path: Path) -> bool:
+    return any(path.is_relative_to(folder) for folder in COMPUTING)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> None:
     is_first = BEGUN not in item.config.stash
     item.config.stash[BEGUN] = True
-    if is_first and _only_computes(item) and hasattr(item.config, "workerinput"):
+    if is_first and _only_computes(item.path) and hasattr(item.config, "workerinput"):
         os.nice(5)  # takes what the others leave: their tests have time limits
 
 
