@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias, cast
 
 from django.conf import settings
 from django.core.exceptions import ImproperlyConfigured
@@ -34,12 +34,13 @@ from dualwrite.errors import (
 from dualwrite.protocol.message import ProducerRecord
 from dualwrite.stores.sql.access import leave_to_parent, new_engine
 from dualwrite.stores.sql.adopted import InAtomic
-from dualwrite.writing.transaction import as_value, raise_aborted
+from dualwrite.writing.transaction import as_value, raise_aborted, write_of
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, Message
     from django.db.backends.base.base import BaseDatabaseWrapper
 
+    from dualwrite.writing.dual_write import DualWrite
     from dualwrite.writing.transaction import Transaction
 
 
@@ -375,42 +376,61 @@ class _Joined:
 
     def _commit(self) -> None:
         """In place of COMMIT. Raises as the end of a block does."""
-        self._let_go()
-        connection = self._connection
-        if self._refusal is not None:
+        with self._ending() as connection:
+            if self._refusal is not None:
+                try:
+                    connection.rollback()
+                except DatabaseError:
+                    connection.close()
+                self._raise_aborted(self._refusal)
+            assert self._block is not None
             try:
-                connection.rollback()
-            except DatabaseError:
-                connection.close()
-            self._raise_aborted(self._refusal)
-        assert self._block is not None
-        hooks = connection.run_on_commit
-        try:
-            self._block.__exit__(None, None, None)
-        except _AFTER_THE_DECISION:
-            connection.run_commit_hooks_on_set_autocommit_on = True  # the rows are committed
-            raise
-        except BaseException:
-            # Django keeps them after an error that is not one of the database's, and would run them after the next COMMIT.
-            hooks = []
-            connection.needs_rollback = False
-            raise
-        finally:
+                self._block.__exit__(None, None, None)
+            except _AFTER_THE_DECISION:
+                connection.run_commit_hooks_on_set_autocommit_on = True  # the rows are committed
+                raise
             if connection.connection is not None and connection.connection.closed:
+                hooks = connection.run_on_commit
                 connection.close()  # it was lost on the way; Django connects again
-            connection.run_on_commit = hooks
+                connection.run_on_commit = hooks
 
     def _roll_back(self) -> None:
         """In place of ROLLBACK."""
-        self._let_go()
-        self._abort()
-        self._connection._rollback()  # noqa: SLF001 - Django's own, which finds nothing left; or all, if nothing has begun
+        with self._ending() as connection:
+            self._abort()
+            connection._rollback()  # noqa: SLF001 - Django's own, which finds nothing left; or all, if nothing has begun
 
     def _close(self) -> None:
         """In place of closing the connection, inside the transaction."""
-        self._let_go()
-        self._abort()
-        self._connection._close()  # noqa: SLF001 - Django's own
+        with self._ending() as connection:
+            self._abort()
+            connection._close()  # noqa: SLF001 - Django's own
+
+    @contextmanager
+    def _ending(self) -> Generator[Any, None, None]:
+        """The end of the transaction. If it is interrupted, at any line, both sides have ended nevertheless.
+
+        A connection that was lost on the way, or is still in the transaction, is not left to Django, which would go on with it.
+        """
+        try:
+            self._let_go()
+            yield self._connection
+        except BaseException as error:
+            self._let_go()
+            connection, block, transaction = self._connection, self._block, self._transaction
+            self._block = self._transaction = None  # what is left of them ends as they are collected
+            if not isinstance(error, _AFTER_THE_DECISION):
+                # Django keeps them after an error that is not one of the database's, and would run them after the next COMMIT.
+                connection.run_on_commit = []
+                connection.needs_rollback = False
+            if block is not None and transaction is not None and cast("DualWrite", write_of(transaction)).running:
+                block.__exit__(type(error), error, error.__traceback__)
+            driver = connection.connection
+            if driver is not None and (driver.closed or driver.info.transaction_status):
+                hooks, marks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
+                connection.close()  # Django connects again
+                connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks, marks
+            raise
 
     def _abort(self) -> None:
         if self._block is not None:

@@ -30,6 +30,7 @@ from django.http import HttpResponse
 from django.test import TestCase, TransactionTestCase, override_settings
 from django.urls import path
 from harness.django_site import database, using
+from harness.interruption import Interruption
 from harness.orders import on_postgresql
 from harness.page_examples import example, run_example
 from sqlalchemy import create_engine, text
@@ -283,6 +284,25 @@ def test_without_a_writer_no_row_is_committed_that_should_have_had_a_message(sit
     with transaction.atomic():
         put("juice")
     assert there() == (["juice"],) * 2
+
+
+@pytest.mark.parametrize("end", ["_commit", "_roll_back"])
+def test_an_end_that_is_interrupted_at_its_first_lines_has_ended_both_sides(site, there, put, end):
+    hooks, kept = [], []
+    for line in range(4, 28, 2):  # before, Django has not begun to end it
+        interruption = Interruption(line, inside=end)
+        with suppress(KeyboardInterrupt, ZeroDivisionError), interruption.armed(), transaction.atomic():
+            put(f"first {line}")
+            transaction.on_commit(lambda: hooks.append("run"))
+            if end == "_roll_back":
+                raise ZeroDivisionError
+        assert interruption.at is not None
+        with transaction.atomic():
+            put(f"then {line}")
+        assert site.get_autocommit(), interruption.at
+        assert not hooks, interruption.at
+        kept.append(f"then {line}")
+    assert there() == (sorted(kept),) * 2
 
 
 def test_a_connection_that_is_closed_inside_aborts_both_sides(there, put):
