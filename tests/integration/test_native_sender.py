@@ -1,6 +1,7 @@
 """The native sender on a real broker: what it sends is there once and in order, over lost connections and refusals."""
 
 import secrets
+import time
 from contextlib import closing
 
 import pytest
@@ -42,7 +43,7 @@ class Transactions:
     def send(self, topic, *values, partition=0):
         self.sender.topic(topic, self.deadline)
         for value in values:
-            self.core.append((topic, partition), value, None, (), 1, now=now_s())
+            self.core.append((topic, partition), value, None, (), time.time_ns() // 1_000_000, now=now_s())
         self.sender.pump()
 
     def end(self, *, committed=True):
