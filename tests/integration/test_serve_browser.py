@@ -159,7 +159,7 @@ def test_a_long_name_makes_no_page_wider_than_a_telephone(page, browser):
     shows(browser, 360, 740, phone=True)
     browser.get(page.address)
     assert width_of(browser) <= 360
-    find(browser, 'a[href*="/terminate"]').click()
+    find(browser, 'a[href*="/terminate"][href*="aaaa"]').click()
     wait_until(lambda: width_of(browser) <= 360, 60, otherwise=lambda: wide(browser))
     fill(browser, "its host is gone: " + "h" * 200)
     find(browser, "input[type=checkbox]").click()

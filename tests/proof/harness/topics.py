@@ -44,7 +44,10 @@ class Topics:
     def _made(self) -> list[str]:
         names = [f"dualwrite-{secrets.token_hex(6)}" for _ in range(AT_ONCE)]
         admin = self._kafka._admin()
-        for made in admin.create_topics([NewTopic(name, num_partitions=PARTITIONS) for name in names]).values():
+        # Some tests give their messages times of long ago, which the broker would delete at its next look.
+        kept = {"retention.ms": "-1"}
+        wanted = [NewTopic(name, num_partitions=PARTITIONS, config=kept) for name in names]
+        for made in admin.create_topics(wanted).values():
             made.result(PATIENCE_S)
         wait_until(lambda: _all_have_leaders(admin.list_topics(timeout=PATIENCE_S).topics, names), pause_s=0.01)
         return names
