@@ -390,9 +390,7 @@ class _Joined:
                 connection.run_commit_hooks_on_set_autocommit_on = True  # the rows are committed
                 raise
             if connection.connection is not None and connection.connection.closed:
-                hooks = connection.run_on_commit
-                connection.close()  # it was lost on the way; Django connects again
-                connection.run_on_commit = hooks
+                _connect_again(connection)  # it was lost on the way
 
     def _roll_back(self) -> None:
         """In place of ROLLBACK."""
@@ -427,9 +425,7 @@ class _Joined:
                 block.__exit__(type(error), error, error.__traceback__)
             driver = connection.connection
             if driver is not None and (driver.closed or driver.info.transaction_status):
-                hooks, marks = connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on
-                connection.close()  # Django connects again
-                connection.run_on_commit, connection.run_commit_hooks_on_set_autocommit_on = hooks, marks
+                _connect_again(connection)
             raise
 
     def _abort(self) -> None:
@@ -443,6 +439,13 @@ class _Joined:
 
     def _raise_aborted(self, refusal: DualWriteError) -> NoReturn:
         raise_aborted(refusal, self._writer, "the transaction")
+
+
+def _connect_again(connection: Any) -> None:
+    """Close the connection, so that Django makes another, and keep the functions that run after the commit."""
+    hooks = connection.run_on_commit
+    connection.close()
+    connection.run_on_commit = hooks
 
 
 # Tests that Django rolls back: their messages are never sent, but can be looked at.

@@ -50,6 +50,7 @@ logger = logging.getLogger(__name__)
 _PROVE_S: Final = 5.0
 """For at least this long, Kafka is asked how a decided transaction ended, even if the time for ending it is over."""
 _CLAIM_HOLDS_S: Final = 10.0
+"""A claim that is older is renewed before the lane gets its first producer."""
 _UNSETTLED: Final = frozenset({LaneState.UNVERIFIED, LaneState.UNSETTLED})
 _KNOW_END_S: Final = 5.0
 """Limits the wait for the end of a transaction before it is recorded as complete."""

@@ -204,9 +204,8 @@ def _may(connection: Connection, statement: Executable) -> bool:
 
 def _clock(connection: Connection) -> CheckResult:
     if connection.dialect.name == "postgresql":
-        connection.exec_driver_sql(
-            "SET LOCAL DateStyle = ISO"
-        )  # another one is a finding, and psycopg cannot read the time
+        # Another style is a finding of its own, and psycopg cannot read the time in it.
+        connection.exec_driver_sql("SET LOCAL DateStyle = ISO")
     asked_at, began = time.time(), time.monotonic()
     now = connection.execute(select(database_now())).scalar_one()
     took_s = time.monotonic() - began

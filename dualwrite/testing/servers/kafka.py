@@ -421,7 +421,7 @@ class EmbeddedKafka(EmbeddedCluster[Broker]):
             confluent_kafka.KafkaException: The broker refused, with its reason.
             Unavailable: Some partitions had no leader in time.
         """
-        create(self._admin(), name, partitions, config or {}, Deadline(timeout_s))
+        create(self._admin(), [name], partitions, config or {}, Deadline(timeout_s))
         return name
 
     def delete_topic(self, name: str, *, timeout_s: float = 120.0) -> None:
@@ -474,15 +474,19 @@ def _joined(admin: AdminClient, deadline: Deadline) -> set[int]:
 # Creates and deletes topics, allows users operations, and waits until the brokers show what the controller promised.
 
 
-def create(admin: AdminClient, name: str, partitions: int, config: Mapping[str, str], deadline: Deadline) -> None:
-    """Create a topic, and return when every partition has a leader."""
-    topic = NewTopic(name, num_partitions=partitions, replication_factor=-1, config=dict(config))
-    admin.create_topics([topic])[name].result(deadline.remaining_s())
-    while True:
-        found = _described(admin, name, deadline).partitions
-        if len(found) == partitions and all(partition.leader >= 0 for partition in found.values()):
-            return
-        _wait(deadline, f"topic {name} has no leaders")
+def create(
+    admin: AdminClient, names: Sequence[str], partitions: int, config: Mapping[str, str], deadline: Deadline
+) -> None:
+    """Create topics, and return when every partition has a leader."""
+    wanted = [NewTopic(one, num_partitions=partitions, replication_factor=-1, config=dict(config)) for one in names]
+    for created in admin.create_topics(wanted).values():
+        created.result(deadline.remaining_s())
+    for name in names:
+        while True:
+            found = _described(admin, name, deadline).partitions
+            if len(found) == partitions and all(partition.leader >= 0 for partition in found.values()):
+                break
+            _wait(deadline, f"topic {name} has no leaders")
 
 
 def delete(admin: AdminClient, name: str, deadline: Deadline) -> None:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
 from typing import Final
 
 from confluent_kafka import KafkaError, KafkaException
-from confluent_kafka.admin import NewTopic, TopicMetadata
 
+from dualwrite.clock import Deadline
 from dualwrite.testing import EmbeddedKafka
 from dualwrite.testing.plugin import PARTITIONS
-from harness.patience import PATIENCE_S, wait_until
+from dualwrite.testing.servers.kafka import create
+from harness.patience import PATIENCE_S
 
 AT_ONCE: Final = 20
 
@@ -43,13 +43,8 @@ class Topics:
 
     def _made(self) -> list[str]:
         names = [f"dualwrite-{secrets.token_hex(6)}" for _ in range(AT_ONCE)]
-        admin = self._kafka._admin()
         # Some tests give their messages times of long ago, which the broker would delete at its next look.
-        kept = {"retention.ms": "-1"}
-        wanted = [NewTopic(name, num_partitions=PARTITIONS, config=kept) for name in names]
-        for made in admin.create_topics(wanted).values():
-            made.result(PATIENCE_S)
-        wait_until(lambda: _all_have_leaders(admin.list_topics(timeout=PATIENCE_S).topics, names), pause_s=0.01)
+        create(self._kafka._admin(), names, PARTITIONS, {"retention.ms": "-1"}, Deadline(PATIENCE_S))
         return names
 
     def _delete(self, names: list[str]) -> None:
@@ -62,12 +57,3 @@ class Topics:
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.UNKNOWN_TOPIC_OR_PART:  # by the test itself
                     raise
-
-
-def _all_have_leaders(found: Mapping[str, TopicMetadata], names: list[str]) -> bool:
-    return all(
-        name in found
-        and len(found[name].partitions) == PARTITIONS
-        and all(partition.leader >= 0 for partition in found[name].partitions.values())
-        for name in names
-    )
