@@ -62,7 +62,7 @@ class SavepointWatch(Protocol):
         """Whether a message may go to the producer at once, without :meth:`add`.
 
         Raises:
-            TransactionAborted: ORM sessions became possible only inside the block: one may have begun a savepoint unseen.
+            TransactionAborted: ORM sessions became possible only inside the block, so one may have begun a savepoint unseen.
         """
         ...
 
@@ -73,7 +73,7 @@ class SavepointWatch(Protocol):
 
     @property
     def may_roll_back(self) -> bool:
-        """Whether a savepoint that was seen may take back what is done now. Sends nothing."""
+        """Whether rolling back a known savepoint could undo what is done now. Sends nothing."""
         ...
 
     def expect_session(self) -> None:
@@ -85,29 +85,30 @@ class SavepointWatch(Protocol):
 
         Raises:
             TransactionAborted: Its savepoint cannot be known: both sides must abort.
-            IllegalStateError: Its savepoint cannot be asked for now: the driver's connection is in the middle of a COPY.
+            IllegalStateError: The database cannot be asked for its savepoint now: the driver's connection is in the middle of a
+                COPY.
             Unavailable: The database does not answer.
         """
         ...
 
     def open_unit(self, uses: AbstractContextManager[object]) -> Any:
-        """Open the savepoint of a unit of work. The former unit was kept or dropped.
+        """Open the savepoint of a unit of work. The previous unit must have been kept or dropped.
 
         Args:
-            uses: Entered for each use of the unit's connection, and raises once the unit has ended. No use may be under way
-                when the unit is kept or dropped.
+            uses: Entered for each use of the unit's connection; raises once the unit has ended. No use may be under way when
+                the unit is kept or dropped.
 
         Returns:
-            The connection of the unit, which is of no use once the unit has ended.
+            The connection of the unit, unusable once the unit has ended.
 
         Raises:
             TransactionAborted: As :meth:`add`.
-            DualWriteError: The database failed, or it no longer has the savepoint of the former unit.
+            DualWriteError: The database failed, or it no longer has the savepoint of the previous unit.
         """
         ...
 
     def require_unit(self) -> None:
-        """Make sure that the savepoint of the unit was opened: the database may answer later.
+        """Make sure that the savepoint of the unit was opened: the database may answer :meth:`open_unit` later.
 
         Raises:
             DualWriteError: As :meth:`open_unit`.
@@ -118,8 +119,8 @@ class SavepointWatch(Protocol):
         """Release the savepoint of the unit: :meth:`take` returns its messages.
 
         Returns:
-            None if it is kept; or why it must be dropped: it continued after a failed statement, or it is not known which of
-            its messages belong to a savepoint that was rolled back.
+            None if it is kept, else why it must be dropped: it continued after a failed statement, or nobody knows which of its
+            messages belong to a savepoint that was rolled back.
 
         Raises:
             TransactionAborted: The unit has rolled back the transaction: both sides must abort.
@@ -175,7 +176,7 @@ class Claims(Protocol):
         verify: Callable[[Sequence[StateRow]], None] | None = None,
         raise_to: Mapping[str, int] | None = None,
     ) -> Sequence[StateRow]:
-        """Make missing rows, raise every incarnation by one and return the rows, in one short transaction of its own.
+        """Create missing rows, raise every incarnation by one and return the rows, in one short transaction of its own.
 
         From its commit on, no older incarnation of these ids can decide anything.
 
@@ -184,11 +185,11 @@ class Claims(Protocol):
             owner: The claimant's name, which no other owner ever has.
             cluster_id: The Kafka cluster in use; None if Kafka is away. Then the row says from which incarnation on nothing
                 was compared with Kafka, until a claim with ``cluster_id`` and ``verify`` succeeds. Only for SQL databases.
-            guard: A transactional id whose last claim must be this owner's, and the newest incarnation of it that the owner
-                knows of. It may be one of the claimed ids: then the owner renews it, but not if another owner has taken over.
+            guard: A transactional id, and its newest incarnation that this owner knows of. If another owner has claimed it
+                since, the claim fails. It may be one of the claimed ids: then the owner renews that.
             verify: Called with the claimed rows before the COMMIT; an exception from it rolls the claim back. Rows that were
                 claimed while Kafka was away still have ``unverified_from``.
-            raise_to: Ids whose incarnation becomes at least this value (after a restored database).
+            raise_to: Ids whose incarnation becomes at least this value (after the database was restored).
 
         Returns:
             The rows as they are after the claim, in order of id: the new incarnation is ours, and ``prepared`` is the newest
@@ -205,7 +206,7 @@ class Claims(Protocol):
         ...
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
-        """The row, read under its lock on a separate connection: any decision that was under way on it has ended.
+        """The row, read under its lock on a separate connection, so that every decision under way on it has ended.
 
         Raises:
             Unavailable: The lock was not free in time, or the database does not answer.
@@ -215,7 +216,7 @@ class Claims(Protocol):
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
         """Run ``work`` while holding the row locks.
 
-        ``work`` must not touch the rows, and must tolerate a restart, which happens if the locks are lost on the way.
+        ``work`` must not touch the rows, and must tolerate being run again, which happens if the locks are lost meanwhile.
 
         Raises:
             Unavailable: A lock was not free in time, or the database does not answer.
@@ -249,8 +250,8 @@ class Records(Protocol):
             fence: The producer epoch from which on only settlers act.
 
         Returns:
-            Whether it was written. False if the row now names another transaction, or has another fence. It may also be false
-            although it was written, if the answer to a first attempt was lost: read the row again.
+            Whether it was written. False if the row now names another transaction or has another fence; also if the fence was
+            written but the answer to the first attempt was lost: read the row again.
         """
         ...
 
@@ -262,7 +263,7 @@ class Records(Protocol):
         """Commit or roll back what was prepared. Durable on return. Does nothing if it has already ended.
 
         Raises:
-            ConfigurationError: Another role has prepared it, and we may not end it.
+            ConfigurationError: Another role prepared it, and we may not end it.
             Unavailable: The database does not answer.
         """
         ...
@@ -299,7 +300,7 @@ class Decisions(Protocol):
         """Refuse a connection to a database other than that of the rows. The connection is left as it is.
 
         Raises:
-            ConfigurationError: It does.
+            ConfigurationError: It leads to another database.
             IllegalStateError: It is already in a transaction.
             Unavailable: The database does not answer.
         """
@@ -337,13 +338,13 @@ class Decisions(Protocol):
         """The first statement of a dual write: returns the row's present incarnation, None if there is no row.
 
         With a namespace, here as in :meth:`decide` and :meth:`hold`, a row of another namespace does not count: a row that was
-        deleted and recreated counts its incarnations from the start again.
+        deleted and recreated starts its incarnations again.
 
         With ``known``, the row with the newest decision as its owner knows it, the call detects whether the database has lost
         commits since, as after an asynchronous failover.
 
-        The first produce needs its answer. From here on the server, if it can, ends the session of an owner that is paused
-        for too long.
+        Wait for its answer before the first produce. From here on the server, if it can, ends the session of an owner that is
+        paused for too long.
 
         Raises:
             ConfigurationError: The table or a right is missing, the transaction is read-only, or the row is older than
@@ -355,8 +356,8 @@ class Decisions(Protocol):
     def decide(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state if the row still names the incarnation.
 
-        Makes the coming COMMIT durable even if the session had asked for less. May be called for several ids in one
-        transaction, in order of id. Waits for a claim that is under way.
+        Makes the coming COMMIT durable even if the session asked for less. May be called for several ids in one transaction, in
+        order of id. Waits for a claim that is under way.
 
         Args:
             connection: Inside the transaction.
@@ -386,7 +387,7 @@ class Decisions(Protocol):
     def run_deferred(self, connection: Handle, transactional_id: str | None = None) -> None:
         """Run now everything that the user's statements have deferred to COMMIT, so that COMMIT has nothing left to run.
 
-        Triggers may take any time, and in COMMIT nothing bounds them on older servers. Call it before anything is prepared.
+        Triggers may take any time, and on older servers nothing limits them during COMMIT. Call it before anything is prepared.
 
         Raises:
             TransactionAborted: A constraint is violated, or the database failed.
@@ -401,7 +402,7 @@ class Decisions(Protocol):
         On return it is durable, and no longer the connection's: a :class:`Participant` of the state's incarnation.
 
         Raises:
-            TransactionAborted: It was rolled back. The database may not allow prepared transactions, or no more of them.
+            TransactionAborted: It was rolled back. The database may allow no prepared transactions, or no more of them.
             TransactionInDoubt: The answer is missing.
         """
         ...
@@ -434,14 +435,14 @@ class DecisionWithCommit(Protocol):
     """:meth:`Decisions.decide` and :meth:`Decisions.commit` in one exchange with the database."""
 
     def is_possible(self, connection: Handle, age_s: float) -> bool:
-        """Whether this connection can do it now. Otherwise decide, and commit then. Nothing is sent."""
+        """Whether this connection can do it now. Otherwise call ``decide``, then ``commit``. Sends nothing."""
         ...
 
     def execute(self, connection: Handle, decision: Decision, age_s: float) -> Decided:
         """Decide and commit. Durable on return, if committed.
 
         The database rolls back if its transaction is older than ``age_s`` once the row is updated. What the user's statements
-        have deferred runs first.
+        deferred runs first.
 
         Raises:
             IllegalStateError, Unavailable: As :meth:`Decisions.decide`; nothing was committed.
@@ -454,11 +455,11 @@ class DecisionWithCommit(Protocol):
 class OutboxRows(Protocol):
     """Messages that wait in the database: rows that commit with the user's rows, and are sent later.
 
-    A writer's *mode* has a row of its own, since the rows of its lanes change all the time, and shares of a lock on the mode
-    must not meet that. No row means *direct*. Thread-safe.
+    A writer's *mode* has a row of its own: the rows of its lanes change all the time, which would conflict with shared locks on
+    the mode. No row means *direct*. Thread-safe.
 
-    The first methods work inside the caller's transaction, as those of `Decisions`, and raise what they raise. After an error
-    of the database the transaction cannot go on.
+    The first methods work inside the caller's transaction, like those of `Decisions`, and raise the same errors. After an error
+    of the database the transaction cannot continue.
     """
 
     def read_first(
@@ -473,7 +474,7 @@ class OutboxRows(Protocol):
         """The first statement of a block whose messages may wait: in place of :meth:`Decisions.read_incarnation`.
 
         It also returns the mode and the lane's count, in the same request. The mode is not locked: a block that finds *later*
-        takes a share of the lock, and so looks again.
+        takes a share of the lock, and so reads it again.
         """
         ...
 
@@ -482,10 +483,10 @@ class OutboxRows(Protocol):
         ...
 
     def share(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
-        """Take a share of the lock on the mode, until the transaction ends, and return the mode as it is then.
+        """Take a share of the lock on the mode until the transaction ends, and return the mode as of then.
 
-        Others may share it. It waits for whoever has locked it alone. On PostgreSQL it does not wait for who turns it beside
-        shares, and returns the mode of before. SQLite's write lock is enough.
+        Others may share it. It waits for an exclusive lock. On PostgreSQL it does not wait for a :meth:`lock` with
+        ``beside_shares``, and returns the mode before that. SQLite's write lock is enough.
 
         Raises:
             TransactionAborted: A deadlock, or, at REPEATABLE READ and SERIALIZABLE, the mode has changed since the snapshot.
@@ -494,10 +495,10 @@ class OutboxRows(Protocol):
         ...
 
     def lock(self, connection: Handle, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
-        """Lock the mode alone, until the transaction ends, and return it as it is then. Makes the row if there is none.
+        """Lock the mode exclusively until the transaction ends, and return it as of then. Creates a missing row.
 
-        With ``beside_shares``, to turn it to *later*, others may hold shares of it on PostgreSQL: so of several that hold one
-        and want to turn it, each gets its turn. On MariaDB those are a deadlock.
+        With ``beside_shares``, for turning it to *later*, others may hold shares meanwhile on PostgreSQL: so several blocks
+        that hold a share and want to turn the mode get their turns one after another. On MariaDB that is a deadlock.
 
         Raises:
             TransactionAborted, Unavailable: As :meth:`share`.
@@ -505,7 +506,7 @@ class OutboxRows(Protocol):
         ...
 
     def turn(self, connection: Handle, writer: str, mode: OutboxMode) -> None:
-        """Set the mode, which this transaction has locked, alone if it sets it to *direct*."""
+        """Set the mode, which this transaction has locked; exclusively, if it sets it to *direct*."""
         ...
 
     def decide(
@@ -514,18 +515,17 @@ class OutboxRows(Protocol):
         """The last statements of a block whose messages wait: in place of :meth:`Decisions.decide`.
 
         Raises the count of the lane's row to ``decision.waits``, if the row still names the incarnation, and then puts the
-        messages, in their order, behind all that were put before. The row's prepared state stays as it is: a decided
-        transaction may still be pending in Kafka. One request where the driver can, for some messages; many go in few
-        statements.
+        messages, in their order, behind all earlier ones. The row's prepared state stays as it is: a decided transaction may
+        still be pending in Kafka. Where the driver can, a few messages take one request; many take a few statements.
 
-        The count comes first, and that matters: whoever may be about to commit messages with numbers that others have passed
-        holds the lock on its lane's row. See :class:`dualwrite.stores.sql.outbox.Floor`.
+        The order matters: a block takes the lock on its lane's row before its messages get their numbers. So whoever may still
+        commit messages with lower numbers than others' holds that lock. See :class:`dualwrite.stores.sql.outbox.Floor`.
 
         Args:
             connection: Inside the transaction.
             decision: With ``waits``, and without a state. Its ``idle_s`` and ``within_s`` are not used.
             writer: The writer's id.
-            messages: Values as the savepoints give them: messages, and lists of them. Not consumed offsets.
+            messages: Messages, and lists of them, as the savepoints return them. No consumed offsets.
 
         Returns:
             As :meth:`Decisions.decide`. Also if there are no messages.
@@ -550,7 +550,7 @@ class OutboxRows(Protocol):
         ...
 
     def delete(self, connection: Handle, writer: str, numbers: Sequence[int]) -> int:
-        """Delete the messages with these ascending numbers. Returns how many there were: if fewer, another sender has them."""
+        """Delete the messages with these ascending numbers. Returns how many there were; if fewer, another sender took them."""
         ...
 
     def move_aside(self, connection: Handle, writer: str, numbers: Sequence[int], reason: str) -> int:
@@ -558,26 +558,23 @@ class OutboxRows(Protocol):
         ...
 
     def put_aside(self, connection: Handle, message: AsideMessage) -> None:
-        """Put a message aside that never waited here: a relay's, from the table of another program.
-
-        Its number and its times are made anew.
-        """
+        """Put a relay's message aside, from another program's table. It gets a new number and new times."""
         ...
 
     # In transactions of their own
 
     def writers(self) -> Sequence[str]:
-        """The writers of which messages may wait, or were moved aside, in order."""
+        """The writers with messages that may wait or were moved aside, in order."""
         ...
 
     def topics(self, writer: str) -> Mapping[str, int]:
-        """The topics of the writer's first messages that wait, ten thousand at most, and how many are of each."""
+        """How many of the writer's waiting messages each topic has, among the first ten thousand."""
         ...
 
     def begin_later(self, writer: str) -> None:
-        """Set the mode to *later*, whoever shares its lock: blocks of before may still go direct until they end.
+        """Set the mode to *later*, although others may share its lock: earlier blocks may still send directly until they end.
 
-        For a writer whose messages always wait, after its claim: it returns when no block of an owner before can go direct.
+        For a writer whose messages always wait, after its claim: on return no block of a former owner can send directly.
 
         Raises:
             Unavailable: The lock was not free in time, or the database does not answer.
@@ -585,7 +582,7 @@ class OutboxRows(Protocol):
         ...
 
     def decisions_locked(self, transactional_id: str, namespace: str | None, deadline: Deadline) -> int:
-        """The count of the lane's row, as :meth:`Claims.read_locked` reads it: what was under way on it has ended.
+        """The count of the lane's row, read as by :meth:`Claims.read_locked`: every decision under way on it has ended.
 
         Raises:
             ConfigurationError: The row is gone, or is another one of that name.
@@ -594,15 +591,15 @@ class OutboxRows(Protocol):
         ...
 
     def waiting(self, writer: str) -> Waiting:
-        """How much waits. Costs at most about ten thousand rows, however many there are; beyond that it is an estimate.
+        """How much waits. Reads at most about ten thousand rows; beyond that it is an estimate.
 
-        It then takes the density and the sizes of the first and the last rows for those of all. Numbers of other writers, and
-        of rolled back transactions, make gaps; if the ends have other gaps than the middle, it is wrong by as much.
+        The estimate extrapolates from the first and the last rows. Numbers of other writers and of rolled back transactions
+        leave gaps; if the gaps at the ends differ from those in the middle, the estimate is wrong by as much.
         """
         ...
 
     def aside(self, writer: str, *, limit: int, after: int = 0) -> Sequence[AsideMessage]:
-        """The writer's messages that were moved aside, in the order of their numbers, from the one ``after`` on."""
+        """The writer's messages that were moved aside, in the order of their numbers, beginning after the number ``after``."""
         ...
 
     def count_aside(self, writer: str) -> int:
@@ -610,14 +607,14 @@ class OutboxRows(Protocol):
         ...
 
     def replay(self, writer: str, numbers: Sequence[int] | None = None) -> int:
-        """Put messages that were moved aside, all or those, behind all that wait, in their order, and turn the mode to *later*.
+        """Put messages that were moved aside behind all that wait, in their order, and turn the mode to *later*.
 
-        So they are sent as the next ones of their keys. They get new numbers. Durable on return. Returns how many there were.
+        Without ``numbers``, all of the writer's. They get new numbers. Durable on return. Returns how many there were.
         """
         ...
 
     def drop(self, writer: str, numbers: Sequence[int] | None = None) -> int:
-        """Delete messages that were moved aside, all or those. Durable on return. Returns how many there were."""
+        """Delete messages that were moved aside; without ``numbers``, all. Durable on return. Returns how many there were."""
         ...
 
 
@@ -626,20 +623,20 @@ class StateStore(Claims, Records, Decisions, Protocol):
 
     @property
     def outbox(self) -> OutboxRows | None:
-        """The messages that wait; None if this kind of database keeps none."""
+        """The messages that wait; None if they cannot wait in this kind of database."""
         ...
 
     def outbox_mode(self, writer: str) -> OutboxMode:
-        """The mode of the writer's outbox, read by itself. Direct, if this kind of database keeps no messages that wait."""
+        """The mode of the writer's outbox, read in a transaction of its own; *direct* if messages cannot wait here."""
         ...
 
     @property
     def with_commit(self) -> DecisionWithCommit | None:
-        """What sends a decision with its COMMIT; None if this kind of database cannot."""
+        """Sends a decision together with its COMMIT; None if this kind of database cannot."""
         ...
 
 
-# The port to the deciding database as a whole: what a writer and the calls for people need of it, besides its rows.
+# The port to the deciding database as a whole: what writers and the calls for operators need besides its rows.
 #
 # A database is added in three steps: a subclass of `Database`, the store of its rows
 # (`dualwrite.interfaces.StateStore`), and its place in `tests/conformance`. Databases without SQL need no store of
@@ -653,7 +650,7 @@ class Traits:
     """The traits of a kind of database.
 
     Attributes:
-        name: Its name, for people; in lower case, for telemetry.
+        name: Its name for people; telemetry uses it in lower case.
         gives: The attribute of the transaction through which the user writes: ``connection``, ``batch``, ``multi``.
         blocks: How many blocks can be inside transactions at once; None if there is no limit.
         savepoints: Whether part of a transaction can be rolled back. Without that, each unit of ``submit`` is a dual write of
@@ -693,7 +690,7 @@ class Leases(Protocol):
     def take_number(
         self, number: int, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]
     ) -> str | None:
-        """Take that number, and return its id; None if a member holds it that has not died."""
+        """Take that number, and return its id; None if a live member holds it."""
         ...
 
     def renew(
@@ -701,12 +698,13 @@ class Leases(Protocol):
     ) -> tuple[bool, Sequence[Lease]]:
         """Renew the owner's lease of that id.
 
-        Returns whether it was renewed; and the leases of the fleet that have expired, with those of the owner's own place.
+        Returns whether it was renewed, and the fleet's leases that have expired or that belong to processes in the owner's
+        place.
         """
         ...
 
     def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
-        """Take the lease of a dead holder, to settle what it has left. False if another member has been faster."""
+        """Take the lease of a dead holder, to settle what it left. False if another member was faster."""
         ...
 
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
@@ -746,7 +744,7 @@ class History(Protocol):
     """What people and services have done, with their reasons. See :class:`dualwrite.stores.sql.operators.History`."""
 
     def begin(self, intents: Sequence[Intent]) -> None:
-        """Store what is about to be done: durable before anything is. One with the same id begins anew: it has no outcome yet.
+        """Store what is about to be done. Durable on return. An action with the same id begins again, without an outcome.
 
         Raises:
             ConfigurationError: The right to write the table is missing.
@@ -759,7 +757,7 @@ class History(Protocol):
         ...
 
     def end(self, ends: Sequence[End]) -> None:
-        """Store how what was begun has ended. Does nothing for one that is not there any more."""
+        """Store how actions have ended. Skips those that are gone."""
         ...
 
     def read(self, action_id: str) -> ActionRecord | None:
@@ -772,7 +770,7 @@ class History(Protocol):
 
 
 class Closing(ABC):
-    """What a ``with`` block closes at its end."""
+    """Something that a ``with`` block closes at its end."""
 
     @abstractmethod
     def close(self) -> None:
@@ -786,9 +784,9 @@ class Closing(ABC):
 
 
 class Database(Closing):
-    """The database that decides. Used by many threads at once. A writer closes only one that it has made, from a URL.
+    """The database that decides. Used by many threads at once. A writer closes it only if it made it, from a URL.
 
-    What a subclass does not override, it refuses with an error that names it.
+    A method that a subclass does not override raises an error that names the missing feature.
     """
 
     @property
@@ -821,7 +819,7 @@ class Database(Closing):
 
     @abstractmethod
     def connect(self) -> AbstractContextManager[Handle]:
-        """A handle, on which one dual write works. It is its own context manager: the end of its block gives it back.
+        """A handle for one dual write, as a context manager whose end gives it back.
 
         Raises:
             DualWriteError: The database cannot be reached.
@@ -830,7 +828,7 @@ class Database(Closing):
     def connect_to_send(self) -> AbstractContextManager[Handle]:
         """As :meth:`connect`, for a thread that sends what waits: each statement sees all that was committed before it.
 
-        A snapshot from before the lock on the mode would hide what those have put who held it.
+        A snapshot from before the lock on the mode would hide what earlier holders of the lock put.
         """
         return self.connect()
 
@@ -839,7 +837,7 @@ class Database(Closing):
 
         Raises:
             ConfigurationError: It leads to another database, or cannot be used for this.
-            IllegalStateError: It is no connection, or in a transaction.
+            IllegalStateError: It is no connection, or is inside a transaction.
         """
         del store
         raise IllegalStateError(
@@ -848,7 +846,7 @@ class Database(Closing):
         )
 
     def forked(self) -> None:
-        """Forget the connections of the process that this one was forked from, and leave them open for it."""
+        """In a forked process: forget the parent's connections, and leave them open for the parent."""
 
     def leases(self, fleet: str) -> Leases:
         """The leases of a fleet.
@@ -859,24 +857,25 @@ class Database(Closing):
         raise self._without(f"leases, which fleet {fleet!r} needs", "give each process a transactional id of its own")
 
     def living(self, names: Collection[str]) -> set[str]:
-        """Those of the ids whose lease has not expired: a process works under them."""
+        """The ids among these whose lease has not expired: a process works under them."""
         del names
         return set()
 
     def lease_list(self, transactional_id: str | None, prefix: str) -> Sequence[Lease]:
-        """The leases of an id, or of all ids with a prefix, in order, for people to read."""
+        """The leases of an id, or of all ids with a prefix, in order, for people."""
         del transactional_id, prefix
         return ()
 
     def warnings(self) -> Sequence[str]:
-        """Conditions in the database that slow dual writes down, for people."""
+        """Warnings for people about conditions in the database that slow dual writes down."""
         return ()
 
     def require_outbox(self) -> None:
         """Refuse a database in which messages cannot wait. Call it before the first claim of a writer with an outbox.
 
         Raises:
-            ConfigurationError: This kind of database keeps none, or its tables lack what that needs, or are not durable.
+            ConfigurationError: Messages cannot wait in this kind of database, or its tables lack what that needs or are not
+                durable.
             Unavailable: It does not answer.
         """
         raise self._without("outbox", 'use outbox="never", or a SQL database')
@@ -922,10 +921,10 @@ class TransactionCoordinator(Protocol):
     def open_offsets(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
     ) -> Sequence[Mapping[tuple[str, int], int | None]]:
-        """For each state, by (topic, partition) of its evidence, where its producer's open transaction began there.
+        """For each state, where its producer's open transaction began, by (topic, partition) of its evidence.
 
-        Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. A partition that certainly
-        no longer exists is left out: its topic was deleted, perhaps recreated with another id.
+        Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. Leaves out a partition that
+        certainly no longer exists: its topic was deleted, perhaps recreated with another id.
         """
         ...
 
@@ -943,14 +942,14 @@ class TransactionCoordinator(Protocol):
     ) -> Mapping[tuple[str, int], tuple[int, int] | None]:
         """By (topic, partition), the sequence numbers of a producer's record at that offset and of its newest record there.
 
-        None where the partition does not hold that record, or no newest one of that epoch is known.
+        None where the partition does not have that record, or no newest one of that epoch is known.
         """
         ...
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
     ) -> Sequence[Mapping[tuple[str, int], int]]:
-        """For each producer id with (topic, partition) pairs: those in which it has a transaction open, and where that began.
+        """For each producer id: among its (topic, partition) pairs, those with an open transaction, and where that began.
 
         Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
         """
@@ -961,7 +960,7 @@ class TransactionCoordinator(Protocol):
     ) -> Mapping[str, EndAnswer]:
         """Send ``EndTxn`` for each Kafka id with its state's producer id and epoch. A request may be sent more than once.
 
-        With ``once`` it is not: an id whose one request was not answered is missing from the answer.
+        With ``once``, each is sent only once: an id whose request was not answered is missing from the result.
         """
         ...
 
@@ -973,7 +972,7 @@ class TransactionCoordinator(Protocol):
         Args:
             kafka_ids: The ids.
             deadline: Limits the whole call.
-            timeouts_ms: The transaction timeout for ids under which something must still be ended; others get a short one.
+            timeouts_ms: The transaction timeout for ids under which something must still be ended. Other ids get a short one.
 
         Returns:
             By id, its new producer id and epoch.
@@ -997,15 +996,15 @@ class TransactionCoordinator(Protocol):
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
     ) -> Sequence[Mapping[tuple[str, int], LogProof | None]]:
-        """For each state, the present proof of the log of each (topic, partition). Does not wait for markers or leaders.
+        """For each state, what the log of each (topic, partition) proves now. Does not wait for markers or leaders.
 
         None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
 
         Args:
             states: The transactions.
             deadline: Limits the whole call.
-            read_on: Whether to read on, which may take long, where something is open before a transaction. Otherwise the proof
-                is ``OPEN`` there.
+            read_on: Whether to read on, which may take long, where something is open before a transaction. If not, the proof
+                there is ``OPEN``.
         """
         ...
 
@@ -1014,7 +1013,7 @@ class TransactionCoordinator(Protocol):
         ...
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
-        """The id of each topic as URL-safe base64. A topic that does not exist is missing from the answer."""
+        """The id of each topic as URL-safe base64. Topics that do not exist are missing from the result."""
         ...
 
     def close(self) -> None:
@@ -1024,7 +1023,7 @@ class TransactionCoordinator(Protocol):
 
 @runtime_checkable
 class NativeCoordinator(TransactionCoordinator, Protocol):
-    """A coordinator that can end transactions of the native engine (transaction version 2), which have an epoch each."""
+    """A coordinator that can end transactions of the native engine (transaction version 2), each with its own epoch."""
 
     def end_exactly(
         self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
@@ -1052,7 +1051,7 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
         ...
 
     def transaction_version(self, deadline: Deadline, *, fresh: bool = False) -> int:
-        """The cluster's finalized ``transaction.version``; 0 if it has none. ``fresh`` asks, whatever is known already."""
+        """The cluster's finalized ``transaction.version``; 0 if it has none. ``fresh`` asks even if it is known already."""
         ...
 
 
@@ -1069,10 +1068,8 @@ def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
 
 
 # The port for observers of dual writes, settling and writers. The implementations here do nothing.
-#
-# An observer changes nothing except the headers of messages, and raises nothing. The recipes call it at few places:
-# where a dual write moves to its next phase, where messages are produced, where something was settled, and where a loss
-# is reported.
+# An observer changes nothing except the headers of messages, and raises nothing. The recipes call it in a few places: when a
+# dual write moves to its next phase, when messages are produced, when something was settled, and when a loss is reported.
 
 Text = str | bytes | None
 Headers = Mapping[str, Text] | Sequence[tuple[str, Text]] | None
@@ -1088,7 +1085,7 @@ class Settled(Protocol):
 
     @property
     def retired(self) -> int:
-        """How many Kafka ids were made unusable, which aborts what is open there."""
+        """How many Kafka ids were made unusable, which aborts what is open under them."""
         ...
 
     @property
@@ -1108,13 +1105,13 @@ class _Observer:
 
 
 class WriteObserver(_Observer):
-    """Observes one dual write, inside whose ``with`` block everything happens."""
+    """Observes one dual write, which runs inside its ``with`` block."""
 
     def lane(self, transactional_id: str) -> None:
-        """The dual write has a lane, whose id it runs under. It begins the database's transaction next."""
+        """The dual write has a lane, and runs under the lane's id. Next it begins the database transaction."""
 
     def enter(self, phase: Phase) -> None:
-        """A phase begins, and the one before has ended."""
+        """A phase begins, and the previous one has ended."""
 
     def moved(self, state: WriteState) -> None:
         """The dual write has moved to another state."""
@@ -1129,7 +1126,7 @@ class WriteObserver(_Observer):
 
 
 class SettleObserver(_Observer):
-    """Observes one settling, inside whose ``with`` block everything happens."""
+    """Observes one settling, which runs inside its ``with`` block."""
 
     def settled(self, report: Settled) -> None:
         """It has ended with this report."""
@@ -1160,7 +1157,7 @@ class Observer:
         """A group has ended; it had begun that number of units."""
 
     def outbox(self, writer: str, news: OutboxNews, count: int) -> None:
-        """Something has happened to messages that wait in the database, or to so many of them."""
+        """Something has happened to ``count`` messages that wait in the database, or to the mode."""
 
     def settling(self, transactional_ids: Sequence[str]) -> SettleObserver:
         """Ids were claimed, and are about to be settled."""
@@ -1172,7 +1169,7 @@ class Observer:
         return NO_SETTLE_OBSERVER
 
     def lost(self, loss: DecidedTransactionLost | OutcomeUnverifiable | DatabaseWentBack) -> None:
-        """A loss is reported that did not leave a block as its error."""
+        """A loss is reported that no block has raised."""
 
     def opened(self, health: Callable[[], Health], longest_open_s: Callable[[], float | None]) -> Callable[[], None]:
         """A writer is opening.
@@ -1180,7 +1177,7 @@ class Observer:
         Args:
             health: The writer's health.
             longest_open_s: The age of the oldest transaction open in Kafka, in seconds, as the brokers last reported it; None
-                if it is not known. A call has Kafka asked again in the background, now and then.
+                if it is not known. Calls make the background ask Kafka again now and then.
 
         Both may be called at any time, by any thread, and return at once.
 

@@ -1,7 +1,7 @@
 """``AsyncDualWriter``: rows and messages, together or not at all, for tasks of an event loop; and the groups of its units.
 
-It is the writer for threads, run in greenlets whose waits go to the event loop; nothing here decides, settles or ends a
-dual write by itself.
+It runs the writer for threads in greenlets, whose waits go to the event loop. Nothing here decides, settles or ends a dual
+write by itself.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class _Task:
         self._expire()
 
     def _expire(self) -> None:
-        """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
+        """Tell the caller that its time is over, unless the work is running; with the error of its last run, if any."""
         if self._expiry.is_over and not self._runs and not self.future.done():
             self.fail(self._expiry.error())
 
@@ -122,7 +122,7 @@ class _Task:
         if not self.future.done():
             self.future.set_exception(error)
             if self._gone:
-                self.future.exception()  # nobody else asks for it
+                self.future.exception()  # marks it as seen: nobody else asks for it
 
     def answer(self) -> None:
         """If the caller stands in line, let it see whether there is a place for it."""
@@ -132,7 +132,7 @@ class _Task:
     async def outcome(self, cancelled: asyncio.CancelledError | None) -> Any:
         """Wait for the result. A caller that is cancelled, or whose coroutine is closed, stops waiting.
 
-        Its work then does not run if it has not begun, or if its group was aborted. Work that is running ends with its group.
+        Work that has not begun, or whose group was aborted, then does not run. Work that is running ends with its group.
         ``cancelled`` is a cancellation that came before this call.
         """
         try:
@@ -154,10 +154,10 @@ class _Task:
 
 
 class AsyncGroups:
-    """Runs the units of a writer in groups, of which ``runners`` may exist at a time. Used in one event loop.
+    """Runs the units of a writer in groups, up to ``runners`` at a time. Used in one event loop.
 
     ``block`` returns the block of a new dual write, which a greenlet enters. ``grouped`` is called with the number of units of
-    each group that has ended. ``pool`` returns the threads for work that can only block.
+    each finished group. ``pool`` returns the threads for work that can only block.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class AsyncGroups:
         return await task.outcome(cancelled)
 
     async def _stand_in_line(self, unit: Unit[_Task]) -> asyncio.CancelledError | None:
-        """Wait until the unit was added. Returns a cancellation that came after that."""
+        """Wait until the unit is added. Returns a cancellation that came after that."""
         cancelled: asyncio.CancelledError | None = None
         until = unit.work.until
         within_s = (
@@ -227,7 +227,7 @@ class AsyncGroups:
         fail_left(self._units.drain(), self._name)
 
     def _start(self) -> None:
-        """Start the next group, if it may run. Its task takes all units that wait when it begins."""
+        """Start the next group, if one may run. Its task takes the units that wait when it begins."""
         if self._units.ready and self._running is None and len(self._tasks) < self._runners:
             self._running = token = object()
             # Its own context: the units have theirs.
@@ -237,7 +237,7 @@ class AsyncGroups:
 
     def _ended(self, token: object, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
-        self._let_next_run(token)  # the task may have been cancelled before its first step
+        self._let_next_run(token)  # in case the task was cancelled before its first step
         self._start()
 
     def _let_next_run(self, token: object) -> None:
@@ -246,7 +246,7 @@ class AsyncGroups:
             self._start()
 
     def _let_run_again(self, rested: Sequence[Unit[_Task]], rest: asyncio.Task[None]) -> None:
-        """Called when they have rested; or the event loop ends, and has cancelled that."""
+        """Called when the units have rested, or when the event loop ends and cancels the rest."""
         self._rests.discard(rest)
         self._units.rested(rested)
         self._start()
@@ -276,7 +276,7 @@ class AsyncGroups:
         except IllegalStateError as closed:  # while the units waited to run again
             return group.failed(closed)
         answers: list[Sequence[Answer]] = []
-        with suppress(asyncio.CancelledError):  # it comes after the group, whose units have their answers
+        with suppress(asyncio.CancelledError):  # it arrives after the group, when the units have their answers
             await run(
                 pool,
                 lambda: answers.append(
@@ -316,24 +316,25 @@ class AsyncDualWriter:
     Tasks share one writer. Any number of them may ask for a transaction at once; they get lanes first come, first served. Raise
     ``WriterLimits.lane_timeout_s`` if more tasks wait than your servers can serve in that time.
 
-    A cancellation has one of two outcomes, and ``tx.state`` shows which. Until the database is asked to commit, both sides
-    abort, and ``CancelledError`` leaves the block. From then on the dual write is completed first; then ``CancelledError`` is
-    raised, or an error that says more. In either case, work that cannot be interrupted, such as claiming a lane, is finished
-    first, within ``timeout_s``.
+    A cancellation has one of two outcomes, and ``tx.state`` shows which. Before the database is asked to commit, both sides
+    abort, and ``CancelledError`` leaves the block. After that the dual write is completed first; then the block raises
+    ``CancelledError``, or an error that says more. In either case, work that cannot be interrupted, such as claiming a lane, is
+    finished first, within ``timeout_s``.
 
     Args:
         transactional_id: As for :class:`DualWriter`.
         kafka: As for :class:`DualWriter`.
         database: An ``AsyncEngine`` (psycopg, asyncpg or aiosqlite) or a database URL. The tables must exist:
             ``dualwrite migrate``.
-        own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. If
-            not given, one is made from the URL of ``database``. Give one if the URL alone does not lead to the database, for
-            instance because ``database`` was made with ``connect_args``. It must lead to the same database, which is checked.
-        session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; an ``async_sessionmaker``,
-            say.
+        own_engine: An engine for the writer's own short transactions, which run in threads: claiming, settling, recording. By
+            default one is made from the URL of ``database``. Give one if the URL alone does not lead to the database, for
+            instance because ``database`` was made with ``connect_args``. It must lead to the same database; this is checked.
+        session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``; for example an
+            ``async_sessionmaker``.
         schema, outbox, limits: As for :class:`DualWriter`.
         on_loss: As for :class:`DualWriter`. Called in the event loop's thread, or in one of the writer's.
-        serializers: As for :class:`DualWriter`. Called in the event loop's thread: one that asks a registry blocks the loop.
+        serializers: As for :class:`DualWriter`. Called in the event loop's thread: a serializer that asks a registry blocks the
+            loop.
         telemetry: As for :class:`DualWriter`.
 
     Raises:
@@ -387,9 +388,9 @@ class AsyncDualWriter:
         heartbeat_s: float | None = None,
         **settings: Unpack[AsyncWriterSettings],
     ) -> Self:
-        """Make a writer with a numbered id that it takes on its own: see :meth:`DualWriter.leased`.
+        """Make a writer that takes a numbered id by itself: see :meth:`DualWriter.leased`.
 
-        Its heartbeats come from a thread, so that an event loop that is busy for long keeps its id.
+        A thread sends its heartbeats, so that the writer keeps its id while the event loop is busy.
 
         Args:
             fleet: As for :meth:`DualWriter.leased`.
@@ -415,7 +416,7 @@ class AsyncDualWriter:
 
     @property
     def transactional_id(self) -> str:
-        """The transactional id; of a leased writer that is not open yet, the name of its fleet."""
+        """The transactional id; for a leased writer that is not open yet, the name of its fleet."""
         return self._writer.transactional_id
 
     async def open(self, *, wait: bool = True) -> None:
@@ -449,8 +450,8 @@ class AsyncDualWriter:
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine, not inside a transaction; one is taken from the engine if not given. A
-                connection of another engine must lead to the same database, which is checked once for each connection.
+            connection: A connection of the engine, not inside a transaction. By default one is taken from the engine. A
+                connection of another engine must lead to the same database; this is checked once for each connection.
             outbox: As for :meth:`DualWriter.transaction`.
 
         Yields:
@@ -496,11 +497,11 @@ class AsyncDualWriter:
 
         Args:
             sessions: An ``async_sessionmaker``, an ``async_scoped_session`` of one, or a class (SQLModel's ``AsyncSession``).
-                Its sessions lead to the writer's database, and to no other in the same transaction.
+                Its sessions must lead to the writer's database, and to no other in the same transaction.
             outbox: For the dual writes of these sessions, as for :meth:`transaction`.
 
         Raises:
-            ConfigurationError: Its sessions are for threads or in two-phase mode, or it is no such factory.
+            ConfigurationError: Its sessions are for threads or in two-phase mode, or it is not such a factory.
         """
         return self._writer.bind_for_tasks(sessions, self._opened, outbox)
 
@@ -566,17 +567,17 @@ class AsyncDualWriter:
         key: Hashable | None = None,
         within_s: float | None = None,
     ) -> T | None:
-        """Run the work as one unit of a group: many tasks' units commit in one dual write. See :meth:`DualWriter.submit`.
+        """Run the work as one unit of a group: units of many tasks commit in one dual write. See :meth:`DualWriter.submit`.
 
-        While as many units wait as `WriterLimits.waiting_units`, the task waits for a place, first come, first served.
+        If `WriterLimits.waiting_units` units wait already, the task waits for a place, first come, first served.
 
-        A cancellation, by ``asyncio.timeout`` say, ends the wait at once. Work that has not begun then never runs, and work
-        that waits to run again does not. Work that is running ends with its group, which may commit it.
+        A cancellation, for example by ``asyncio.timeout``, ends the wait at once. Work that has not begun then never runs, and
+        work that waits to run again does not. Work that is running ends with its group, which may commit it.
 
         Args:
             work: An asynchronous function, called with the transaction of the unit, in a task of its own with the
                 context of the caller. It may run more than once. Or a `RowUnit`, as for :meth:`DualWriter.submit`.
-            key: Units with the same key run and commit in the order of the calls; by default those of one task do.
+            key: Units with the same key run and commit in the order of the calls. By default, the units of one task do.
             within_s: As for :meth:`DualWriter.submit`.
 
         Returns:
@@ -584,7 +585,7 @@ class AsyncDualWriter:
 
         Raises:
             DualWriteError: The error of the group, as :meth:`DualWriter.submit` says.
-            Unavailable: Also if there was no place for ``lane_timeout_s``; the work has not run.
+            Unavailable: Also if no place was free within ``lane_timeout_s``; the work has not run.
             IllegalStateError: Also if the task is inside a transaction or a unit of this writer.
             CancelledError: The task was cancelled.
 
@@ -597,7 +598,7 @@ class AsyncDualWriter:
     async def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
 
-        A cancellation is raised once it is done.
+        If it is cancelled, it raises that at its end.
 
         Raises:
             DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable, Unavailable: As :meth:`DualWriter.close`.
@@ -695,8 +696,8 @@ def _sync_connection_of(connection: object) -> Connection:
 # The writer behind the asynchronous classes: its blocks run in greenlets, on connections that await.
 
 THREADS: Final = 4
-"""In addition to one thread for each lane: for work that can only block. With the native engine, only claiming and settling
-do."""
+"""Threads for work that can only block, in addition to one for each lane. With the native engine, only claiming and settling
+block."""
 
 
 class _Writer(Protocol):
@@ -712,7 +713,7 @@ class _Writer(Protocol):
 
 
 class OfTasks:
-    """The part of a writer that only tasks need. Called in greenlets (:mod:`dualwrite.asyncio.transaction`)."""
+    """What only tasks need of a writer. Called in greenlets (:mod:`dualwrite.asyncio.transaction`)."""
 
     def bind_for_tasks(
         self: _Writer, sessions: object, opened: Callable[[], Threads], outbox: Outbox | None
@@ -740,7 +741,7 @@ class OfTasks:
         )
 
     def refuse_nested(self: _Writer) -> None:
-        """Raise if the writer is not open, or the task is inside a transaction or a unit of it."""
+        """Raise if the writer is not open, or if the task is inside one of its transactions or units."""
         self._require_open()
         entered.refuse_nested(self._lanes, self.transactional_id)
 
@@ -757,7 +758,7 @@ class ForTasks(OfTasks, DualWriter):
         open_ = super().open
         elsewhere(lambda: open_(wait=wait))
         if not wait:
-            return  # the connections of the event loop are of no use to the thread that opens: the first block compares
+            return  # the thread that opens cannot use the event loop's connections: the first block compares
         try:
             self._compare(self._opened().context.store)
         except BaseException:
@@ -812,7 +813,7 @@ class TaskWriter(ForTasks):
 
 
 class LeasedTaskWriter(ForTasks, LeasedWriter):
-    """A `LeasedWriter` that stands for writers of tasks. Its arguments are those of a `TaskWriter`."""
+    """A `LeasedWriter` for tasks. Its arguments are those of a `TaskWriter`."""
 
     def __init__(
         self,
@@ -834,7 +835,7 @@ class LeasedTaskWriter(ForTasks, LeasedWriter):
         self._asynchronous = asynchronous
 
 
-# The engines of an AsyncDualWriter: the asynchronous one of its blocks, and the one for threads beside it.
+# The engines of an AsyncDualWriter: the asynchronous one for its blocks, and one for threads.
 
 _AWAITED: Final = {("postgresql", "psycopg"), ("postgresql", ASYNCPG), ("sqlite", "aiosqlite")}
 _AWAITING: Final = {"sqlite": "sqlite+aiosqlite", "sqlite+pysqlite": "sqlite+aiosqlite"}

@@ -1,9 +1,9 @@
-"""``ExactlyOnceConsumer``: the member of a group that it is, and the units of work that it performs: one transaction each.
+"""``ExactlyOnceConsumer``: a member of a consumer group, and its units of work, each in a transaction of its own.
 
 A message that cannot be read or handled is set aside, with the reason in its headers.
 
-A member reads in one thread, hands units of work to workers, and leaves nothing open when it ends. The workers are
-threads here, tasks in `dualwrite.asyncio.consumer`.
+A member reads in one thread, hands units of work to workers, and leaves nothing open when it ends. Here the workers are
+threads; in `dualwrite.asyncio.consumer` they are tasks.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ if TYPE_CHECKING:
     from dualwrite.state import PartitionStores
     from dualwrite.writing.transaction import Transaction, WriterOptions
 
-# Deserializers: callables that make objects of the keys and values that were read, as `DeserializingConsumer` has them.
+# Deserializers: callables that make objects from the keys and values read, like those of `DeserializingConsumer`.
 
 Deserializer: TypeAlias = Callable[[Any, "SerializationContext"], Any]
-"""Makes an object of the bytes of a key or a value: ``(bytes, SerializationContext) -> object``."""
+"""Makes an object from the bytes of a key or a value: ``(bytes, SerializationContext) -> object``."""
 
 ByTopic: TypeAlias = Deserializer | Mapping[str, Deserializer] | None
-"""One for all topics, or one for each topic; the other topics then have none."""
+"""One for all topics, or one for each topic that has one."""
 
 
 class Deserializers(TypedDict, total=False):
@@ -91,7 +91,7 @@ class Deserializers(TypedDict, total=False):
 
 
 _ABOUT_THE_MESSAGE: Final = frozenset({404, 422})
-"""The answers of a registry that are about the message: it has no such schema, or no valid one."""
+"""A registry's answers that are the message's fault: the schema does not exist, or is invalid."""
 
 
 class Unreadable(Exception):
@@ -118,12 +118,12 @@ class Deserializing:
 
     @classmethod
     def of(cls, given: Deserializers | None) -> Self:
-        """Make it of what a consumer was given."""
+        """Make it from a consumer's argument."""
         return cls(**key_and_value("deserializers", given))
 
     @contextmanager
     def applied(self, messages: Sequence[Message]) -> Generator[None, None, None]:
-        """Deserialize the messages in place. If the block fails, they have their bytes again: a dead letter needs them.
+        """Deserialize the messages in place. If the block fails, they get their bytes back: a dead letter needs them.
 
         Raises `Unreadable` if a deserializer has failed.
         """
@@ -175,9 +175,9 @@ def _made(by: Deserializer, given: object, context: SerializationContext) -> obj
 
 
 def registry_is_away(error: Exception) -> bool:
-    """Whether a deserializer has failed because its schema registry was unavailable, which is no fault of the message.
+    """Whether a deserializer failed because its schema registry was unavailable, which is not the message's fault.
 
-    By names, so that no client of a registry is loaded here.
+    Compares names, so that no client of a registry is loaded here.
     """
     status = getattr(error, "http_status_code", None)
     if isinstance(status, int):
@@ -201,10 +201,9 @@ class State(Protocol):
     """The state of a member, by partition: `dualwrite.state.PartitionStores`."""
 
     def _block(self, assignments: Mapping[int, object], check: Callable[[], None]) -> AbstractContextManager[Join]:
-        """Surround a transaction. Hidden from handlers, which have the object too.
+        """Surround a transaction. Private, because handlers have the object, too.
 
-        ``assignments`` has each partition's assignment by its number. ``check`` raises if the transaction must not begin any
-        more.
+        ``assignments`` has each partition's assignment by its number. ``check`` raises if the transaction may no longer begin.
         """
         ...
 
@@ -230,8 +229,8 @@ class Counts:
 class CurrentWriter:
     """The member's open writer; a new one after the old one was fenced or is in doubt. For threads and tasks.
 
-    A new writer of the same name settles what the old one left. Being fenced now and then is harmless: peers do so while the
-    member is not in the group. Another process of the same name does so forever: then one of the two must stop.
+    A new writer of the same name settles what the old one left. Being fenced now and then is harmless: peers fence a member
+    while it is not in the group. Another process of the same name would fence it again and again: then one of the two stops.
     """
 
     def __init__(self, make: Callable[[], DualWriter]) -> None:
@@ -252,9 +251,9 @@ class CurrentWriter:
             return self._writer
 
     def discard(self, writer: DualWriter, error: DualWriteError) -> None:
-        """Close a writer that can no longer be used; does nothing if another worker has done so.
+        """Close a writer that can no longer be used. Does nothing if another worker has done so.
 
-        Raises `Fenced` if that has happened several times within a minute, and a loss that closing reports.
+        Raises `Fenced` if the member was fenced several times within a minute, and a loss that closing reports.
         """
         with self._one_at_a_time():
             if self._writer is not writer:
@@ -280,7 +279,7 @@ class CurrentWriter:
 
     @contextmanager
     def _one_at_a_time(self) -> Generator[None, None, None]:
-        # No lock: a task that waits while it holds one blocks all others of its thread.
+        # Not a lock: a task that waits while it holds one blocks all other tasks of its thread.
         ticket = self._turns.ticket()
         try:
             ticket.wait(Deadline(_PATIENCE_S))
@@ -304,7 +303,7 @@ class _Part:
 
 @dataclass
 class _Stage:
-    """How far an attempt has come, which decides the meaning of an error."""
+    """How far an attempt has come, which decides what an error means."""
 
     writer: DualWriter | None = None
     handling: bool = False
@@ -313,7 +312,7 @@ class _Stage:
 
 @dataclass
 class Working:
-    """Performs units, in any number of threads or tasks."""
+    """Performs units. Used by any number of threads or tasks."""
 
     group: str
     handler: Handler
@@ -334,7 +333,7 @@ class Working:
     def perform(self, unit: Unit) -> bool:
         """Perform a unit. Returns whether its partitions must be read again from the committed offsets.
 
-        After an error, the handler's own or a `DualWriteError`, the consumer must stop.
+        If it raises, whether the handler's own error or a `DualWriteError`, the consumer must stop.
         """
         parts = deque([_Part(unit.messages)])
         while parts:
@@ -363,10 +362,9 @@ class Working:
         return False
 
     def _reopen(self) -> None:
-        """Settle what our old writer left: until then the committed offsets are pending, and nobody gets them.
+        """Settle what our old writer left: until then the committed offsets are pending, and nobody can read them.
 
-        This is also needed if partitions of the unit go to another member meanwhile: no peer settles what a member of the
-        group left.
+        Also needed if partitions of the unit go to another member meanwhile: peers do not settle what a living member left.
         """
         failures = 0
         while not self.partitions.closed:
@@ -389,7 +387,7 @@ class Working:
         to = next_offsets((one.topic() or "", one.partition() or 0, one.offset() or 0) for one in part.messages)
         at = _Stage()
         try:
-            # Before the transaction begins: a schema registry may take its time.
+            # Before the transaction begins, because a schema registry may be slow.
             with nullcontext() if part.is_dead else self.deserializing.applied(part.messages):
                 self._write(unit, part, to, at)
         except Exception as error:
@@ -453,7 +451,7 @@ class Working:
         return isinstance(error, SQLAlchemyError) and meaning_of(error) in _PASSING
 
     def _failed(self, part: _Part, trouble: Trouble, error: Exception) -> Step:
-        if not part.is_dead:  # the dead letter tells why the work failed
+        if not part.is_dead:  # the dead letter says why the work failed
             part.error = error
         part.failures += trouble is Trouble.WORK
         step = step_after(
@@ -498,7 +496,7 @@ class Working:
             self.counts.dead_letters += len(part.messages) if part.is_dead else 0
 
 
-# Messages set aside: as they were read, with the reason in headers.
+# Messages that are set aside: unchanged, with the reason in headers.
 
 _LONGEST_REASON: Final = 1000
 
@@ -506,9 +504,9 @@ _LONGEST_REASON: Final = 1000
 def dead_letter_headers(
     message: Message, error: Exception, *, attempts: int, group: str
 ) -> list[tuple[str, str | bytes | None]]:
-    """The headers of a dead letter: the message's own, then where it is from and why it was set aside.
+    """The headers of a dead letter: the message's own, then where it came from and why it was set aside.
 
-    ``error`` is that of the last attempt; ``attempts`` says how often the work was tried with this message.
+    ``error`` is the last attempt's; ``attempts`` says how often the work was tried with this message.
     """
     kind = type(error)
     found = message.headers() or []
@@ -529,42 +527,43 @@ T = TypeVar("T")
 
 
 class ExactlyOnceConsumer:
-    """A member of a consumer group: its input, rows and messages count together or not at all.
+    """A member of a consumer group: its consumed offsets, rows and messages commit together or not at all.
 
     :meth:`run` reads messages, calls the handler inside a dual write, and moves the group's offsets in that same dual write.
     Each message is handled in exactly one transaction that commits, whatever happens to this member, to others, to Kafka or
-    to the database in between. A handler runs again after an abort, so it must have no other effects than through ``tx``.
+    to the database in between. A handler runs again after an abort, so it must have no effects except through ``tx``.
 
-    Before partitions go to other members, it finishes or aborts its transactions on them. When partitions come to it from a
-    dead member, it settles the transactions that this member left open.
+    Before partitions go to other members, it finishes or aborts its transactions on them. When it gets partitions of a dead
+    member, it settles the transactions that the dead member left open.
 
     Args:
         group: The ``group.id``.
-        member: This member's name: unique in the group, stable over restarts; not empty, without ``/`` and ``#``. The writer's
-            transactional id is ``group/member``.
+        member: This member's name: unique in the group, stable across restarts; not empty, without ``/`` and ``#``. The
+            writer's transactional id is ``group/member``.
         topics: The topics to read.
         handler: Called with the transaction and a list of confluent-kafka's messages, in the order of each partition. It must
             not commit, and must not send offsets.
         kafka: librdkafka configuration for all clients; ``bootstrap.servers`` at least.
         database: A SQLAlchemy engine or a database URL. The tables must exist: ``dualwrite migrate``.
         schema: The database schema of the library's tables, if it is not the default one.
-        offsets: ``kafka``: in the Kafka transaction. ``database``: as rows of ``dualwrite_consumed``; if Kafka loses a decided
-            transaction, its messages are then not handled twice.
+        offsets: Where consumed offsets are kept. ``kafka``: in the Kafka transaction. ``database``: as rows of
+            ``dualwrite_consumed``; then messages are not handled twice if Kafka loses a decided transaction.
         consumer: librdkafka configuration for the consumer alone, such as ``group.protocol`` or ``session.timeout.ms``.
             ``auto.offset.reset`` is ``earliest`` unless given.
-        writer: Further arguments of `DualWriter`, such as ``{"limits": WriterLimits(margin_s=5)}``. The number of its
-            lanes follows from ``workers``.
+        writer: Further arguments of `DualWriter`, such as ``{"limits": WriterLimits(margin_s=5)}``. ``workers`` determines the
+            number of its lanes.
         max_messages: The maximum number of messages in one transaction.
         linger_s: How long a transaction waits to become full, in seconds.
-        workers: How many transactions run at a time. Each has partitions of its own, so that a partition keeps its order.
-        attempts: How often the handler may fail with the same messages. Then halves of them are tried, down to the message
+        workers: How many transactions run at a time. Each works on partitions of its own, so that each partition keeps its
+            order.
+        attempts: How often the handler may fail with the same messages. After that it gets halves of them, down to the message
             that fails. Deadlocks and unavailable servers do not count: the member waits, but stays in the group.
         dead_letter_topic: Topic for messages that keep failing: each is written there in a transaction with its offset, the
             reason in headers. Without it, :meth:`run` raises the handler's error.
-        transient: Errors of the handler and the deserializers by which a service that they need is unavailable: the member
+        transient: Errors of the handler and the deserializers which mean that a service they need is unavailable: the member
             waits and retries, and does not count them.
         deserializers: Make the keys and values that the handler gets: ``{"key": ..., "value": ...}``, each ``(bytes,
-            SerializationContext) -> object``, as those of confluent-kafka; or a dictionary with one for each topic that has
+            SerializationContext) -> object`` like those of confluent-kafka, or a dictionary with one for each topic that has
             one. All workers use them at once, and again after an abort. A message that cannot be read goes to the dead-letter
             topic as it was read, or stops :meth:`run`; while a schema registry is unavailable, the member waits.
         state: Stores whose changes commit with the messages, one for each partition. The consumer must then read a single
@@ -638,17 +637,17 @@ class ExactlyOnceConsumer:
         began is open.
 
         Args:
-            max_messages: End when at least this many messages are written; for tests.
-            idle_s: End when nothing came for this many seconds; for tests.
+            max_messages: End once at least this many messages are written; for tests.
+            idle_s: End once nothing has come for this many seconds; for tests.
 
         Raises:
             ConfigurationError: A setting or a right is missing, or a topic cannot be read.
-            Unavailable: Kafka did not answer within ``timeout_s`` as it started, or the database does not. It has joined no
-                group and begun nothing: make another one, and run that.
+            Unavailable: At the start, Kafka did not answer within ``timeout_s``, or the database did not answer. The consumer
+                has joined no group and begun nothing: make another one, and run that.
             Fenced: Another process runs under this member's name.
             DecidedTransactionLost, OutcomeUnverifiable, DatabaseWentBack: A person must look. The offsets are where the last
-                committed transaction has left them.
-            Exception: The handler's own, if it fails for good and there is no dead-letter topic.
+                committed transaction left them.
+            Exception: The handler's own error, if it fails for good and there is no dead-letter topic.
             KeyDeserializationError, ValueDeserializationError: Likewise, from a deserializer.
             IllegalStateError: It ran before.
         """
@@ -707,7 +706,7 @@ class Workers(Protocol):
 class Member:
     """The part of a consumer that threads and tasks share. Arguments and errors are those of `ExactlyOnceConsumer`.
 
-    ``database`` is for threads, and ``dispose`` is called when :meth:`run` has ended. ``make_writer`` is called with the
+    ``database`` is for threads; ``dispose`` is called when :meth:`run` has ended. ``make_writer`` is called with the
     transactional id and arguments of `DualWriter`.
     """
 
@@ -757,19 +756,19 @@ class Member:
         self._stop = threading.Event()
         self._ran = False
         self._failure: BaseException | None = None
-        # While a lane of a worker is settled, the worker takes another one; and with two alone, each transaction would have to
-        # ask for the end of the last but one.
+        # While one of a worker's lanes is settled, the worker takes another. With only two, each transaction would have to ask
+        # for the end of the one before the last.
         given: CommonOptions = writer or {}
         check_options(given)
         outbox = given.get("outbox", "never")
         if state is not None and outbox != "never":
             raise ConfigurationError(
-                "a consumer with state follows its changelog in Kafka, and its writer's messages may wait in the database",
+                "a consumer with state follows its changelog in Kafka, but its writer's messages may wait in the database",
                 next_step="leave outbox out of writer=",
             )
         if outbox == "always" and offsets == "kafka":
             raise ConfigurationError(
-                "consumed offsets are a part of Kafka's transaction, and the writer's messages always wait in the database",
+                "consumed offsets are a part of Kafka's transaction, but the writer's messages always wait in the database",
                 next_step='give offsets="database", or leave outbox out of writer=',
             )
         self.limits = replace(given.get("limits", DEFAULT_LIMITS), max_lanes=2 * workers + 1)

@@ -2,8 +2,8 @@
 
 Consumed offsets move with the work: in the Kafka transaction, or as rows in the database.
 
-One thread polls, so that the group keeps the member whatever its workers wait for. An open transaction of a dead member
-would block its successors, and Kafka does not say so: it is looked for and settled.
+One thread polls, so that the member stays in the group whatever its workers wait for. An open transaction of a dead member
+would block its successors, and Kafka does not say so; members look for such transactions and settle them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Name = tuple[str, int]
 _FULL: Final = 8
 """A partition is paused when it holds this many times the messages of a unit. Pausing discards what was fetched."""
 _ALL_FULL: Final = 8
-"""When all partitions together hold this many times as much, every partition that holds a unit's messages is paused, which
+"""When all partitions together hold this many times as much, every partition that holds a unit's messages is paused. This
 bounds the memory."""
 
 
@@ -59,14 +59,14 @@ class Partition:
     waiting: deque[Message] = field(default_factory=deque)
     # Whether a unit works on it: one at a time keeps the order.
     busy: bool = False
-    # It is being revoked: units begin no further transaction with it.
+    # It is being revoked: units begin no more transactions with it.
     leaving: bool = False
     # It is no longer ours: a transaction with it must not commit.
     lost: bool = False
-    # Its position must be set back before anything else is read.
+    # Its position must be reset before anything else is read.
     rewind: bool = False
     paused: bool = False
-    # The end of the log that the consumer came to before it read anything.
+    # The end of the log, if the consumer reached it before it read anything.
     reached: int | None = None
     # When something was last read from it, or it was assigned.
     read_at: float = field(default_factory=now_s)
@@ -98,8 +98,7 @@ class Unit:
 class Partitions:
     """All partitions of a member.
 
-    A unit has at most ``max_messages``, and waits ``linger_s`` to become full. As many units as there are ``workers`` may run
-    at a time.
+    A unit has at most ``max_messages``, and waits up to ``linger_s`` to become full. Up to ``workers`` units run at a time.
     """
 
     def __init__(self, max_messages: int, linger_s: float, workers: int) -> None:
@@ -118,7 +117,7 @@ class Partitions:
         return made
 
     def remove(self, names: Collection[Name], within_s: float) -> None:
-        """Note that partitions are no longer ours. Waits for units that work on them; after ``within_s`` these must abort."""
+        """Note that partitions are no longer ours. Units that work on them have ``within_s`` to end; then they must abort."""
         deadline = Deadline(within_s)
         with self._changed:
             gone = [one for name in names if (one := self._assigned.pop(name, None)) is not None]
@@ -151,7 +150,7 @@ class Partitions:
             self._changed.notify_all()
 
     def reach(self, ends: Iterable[Message]) -> None:
-        """Note that the consumer has come to the end of partitions. Nothing waits there for a unit."""
+        """Note that the consumer has reached the ends of partitions."""
         with self._changed:
             for end in ends:
                 partition = self._assigned.get((end.topic() or "", end.partition() or 0))
@@ -191,7 +190,7 @@ class Partitions:
         return Unit(taken, messages)
 
     def give_back(self, unit: Unit, *, rewind: bool) -> None:
-        """End a unit. With ``rewind``, what was read from its partitions is read again from the committed offsets."""
+        """End a unit. With ``rewind``, its partitions are read again from the committed offsets."""
         with self._changed:
             for one in unit.partitions:
                 one.busy = False
@@ -201,7 +200,7 @@ class Partitions:
             self._changed.notify_all()
 
     def wait(self, unit: Unit | None, seconds: float) -> None:
-        """Wait before another attempt; shorter if none may begin. Without a unit, only closing makes it shorter."""
+        """Wait before another attempt. Returns early if none may begin; without a unit, only when closed."""
         deadline = Deadline(seconds)
         with self._changed:
             while not (self._closed or deadline.expired or (unit is not None and unit.must_end)):
@@ -235,7 +234,7 @@ class Partitions:
             self._changed.notify_all()
 
     def to_pause(self, within_s: float = 0.0) -> list[Partition]:
-        """Partitions that hold more than enough, and are not paused. Waits so long for units to take of them."""
+        """Partitions that hold more than enough and are not paused. First waits up to ``within_s`` for units to take some."""
         deadline = Deadline(within_s)
         with self._changed:
             while (full := self._full()) and not (self._closed or deadline.expired):
@@ -254,12 +253,12 @@ class Partitions:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing was read that is not written."""
+        """Whether everything that was read is written."""
         with self._changed:
             return not any(one.busy or one.waiting or one.rewind for one in self._assigned.values())
 
 
-# Where the consumed offsets stand: in the Kafka transaction, or as rows in the database. Each is moved with the work.
+# Where the consumed offsets are kept: in the Kafka transaction, or as rows in the database. They move with the work.
 
 _ANSWER_S: Final = 60.0
 
@@ -269,7 +268,7 @@ class PartitionLost(Exception):
 
 
 class Offsets(Protocol):
-    """Where offsets stand."""
+    """Where offsets are kept."""
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
         """Take over newly assigned partitions.
@@ -279,7 +278,7 @@ class Offsets(Protocol):
         ...
 
     def membership(self, consumer: Consumer) -> None:
-        """Note this member's identity in the group. Called between polls, in the thread that polls."""
+        """Note this member's identity in the group. Called between polls, in the polling thread."""
         ...
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
@@ -298,15 +297,16 @@ class Offsets(Protocol):
 class KafkaOffsets:
     """Offsets in the Kafka transaction: the group coordinator refuses those of a member that was expelled (KIP-447).
 
-    It compares the member's id and generation, and accepts offsets without either from any client. A consumer that was expelled
-    loses its id at once and joins again under a later generation, so the membership is noted while the partitions are ours.
+    The coordinator compares the member's id and generation, and accepts offsets without them from any client. An expelled
+    consumer loses its id at once and joins again under a later generation, so we note the membership while the partitions are
+    ours.
     """
 
     def __init__(self) -> None:
         self._metadata: object = None
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """The consumer asks for the committed offsets, and waits until none of them is pending."""
+        """Leaves it to the consumer, which asks for the committed offsets and waits until none of them is pending."""
         del consumer, partitions
         return None
 
@@ -318,8 +318,8 @@ class KafkaOffsets:
                 self._metadata = metadata
 
     def move(self, tx: Transaction, unit: Unit, to: Mapping[Name, int]) -> None:
-        # In this order. A consumer joins again only after its callback has marked the partitions as lost: if the membership
-        # is a later one than that of our messages, the mark is seen.
+        # In this order: a consumer joins again only after its callback has marked the partitions as lost. So if the membership
+        # is later than that of our messages, the mark is seen.
         metadata = self._metadata
         if unit.is_lost or metadata is None:
             raise PartitionLost
@@ -334,7 +334,7 @@ class KafkaOffsets:
         found = {}
         for answer in consumer.committed(asked, _ANSWER_S):
             name = (answer.topic, answer.partition)
-            # Nothing committed: where we began to read.
+            # If nothing is committed: where we began to read.
             offset = answer.offset if answer.offset >= 0 else first[name]
             if answer.error is None and offset is not None:
                 found[name] = offset
@@ -352,7 +352,7 @@ def _log_of(consumer: Consumer, name: Name) -> tuple[int, int]:
 
 
 def _require_in_log(name: Name, offset: int, log: tuple[int, int]) -> None:
-    """Refuse to start elsewhere, as ``auto.offset.reset`` would: messages would be skipped, or written again."""
+    """Refuse an offset outside of the log. ``auto.offset.reset`` would start elsewhere, and skip or repeat messages."""
     first, end = log
     if first <= offset <= end:
         return
@@ -364,14 +364,14 @@ def _require_in_log(name: Name, offset: int, log: tuple[int, int]) -> None:
 
 
 class RowOffsets:
-    """Offsets as rows: each move is conditional, and only the last member to claim the partition meets the condition."""
+    """Offsets as rows: a move succeeds only for the last member that claimed the partition."""
 
     def __init__(self, rows: ConsumedOffsets, coordinator: KafkaCoordinator) -> None:
         self._rows = rows
         self._coordinator = coordinator
 
     def start(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int] | None:
-        """Refuses a row that names an offset that the log does not hold."""
+        """Refuses a row whose offset is not in the log."""
         claimed = self._claim(partitions)
         for name, row in claimed.items():
             if row.next_offset != NOTHING_YET:
@@ -406,7 +406,7 @@ class RowOffsets:
                 one.claimed = ClaimedOffset(one.claimed.epoch, to[one.name])
 
     def committed(self, consumer: Consumer, partitions: Sequence[Partition]) -> Mapping[Name, int]:
-        """Claims again, which refuses an earlier transaction of ours that may still commit."""
+        """Claims again, so that an earlier transaction of ours can no longer commit."""
         del consumer
         claimed = self._claim(partitions)
         found = {one.name: claimed[one.name].next_offset for one in partitions}
@@ -422,7 +422,7 @@ _MOST: Final = 1000
 _POLL_S: Final = 0.1
 _SHORT_POLL_S: Final = 0.01
 _ROOM_S: Final = 0.5
-"""So long reading waits for units to take what was read. Only then are partitions paused, which discards what was fetched."""
+"""How long reading waits for units to take messages, before it pauses partitions, which discards what was fetched."""
 _STALLED_S: Final = 5.0
 _LONGEST_STALLED_S: Final = 60.0
 _DEFAULT_MAX_POLL_MS: Final = 300_000
@@ -439,9 +439,9 @@ _MISCONFIGURED: Final = frozenset(
 
 
 class Reading:
-    """A consumer, and what its rebalances do to the member's partitions. Used by the thread that polls.
+    """A consumer, and what its rebalances do to the member's partitions. Used by the polling thread.
 
-    ``stop`` is set when the member must end: nothing is waited for then.
+    ``stop`` is set when the member must end: then it waits for nothing.
     """
 
     def __init__(
@@ -454,7 +454,8 @@ class Reading:
         *,
         make_consumer: Callable[[dict[str, Any]], Consumer] | None = None,
     ) -> None:
-        # End-of-partition events are for :meth:`lag` alone: nothing else shows where the consumer stands before it reads.
+        # Only :meth:`lag` and :meth:`_is_stalled` need end-of-partition events: nothing else shows where the consumer is before
+        # it reads.
         self._consumer = (make_consumer or Consumer)({**settings, "enable.partition.eof": True})
         self._incremental = is_incremental(settings)
         self._partitions = partitions
@@ -465,7 +466,7 @@ class Reading:
         # The rest of the time is for the callback's other work, and for the poll that follows.
         self._revoke_s = max_poll_s / 2
         self._rebalances = 0
-        # librdkafka keeps a pause while the partition is another member's: it would never be fetched again here.
+        # librdkafka keeps a partition paused while another member has it: we would never fetch it again.
         self._paused: set[Name] = set()
         self._stalled_s = _STALLED_S
         self._look_at = now_s() + _STALLED_S
@@ -479,7 +480,7 @@ class Reading:
         self._consumer.close()
 
     def poll(self) -> bool:
-        """Serve the group, and read what there is. Returns whether messages came."""
+        """Serve the group, and read what is available. Returns whether messages came."""
         paused = self._pause_and_resume()
         self._rewind()
         message = self._consumer.poll(_SHORT_POLL_S if paused else _POLL_S)
@@ -493,7 +494,7 @@ class Reading:
         if self._rebalances == rebalances:
             self._partitions.put(found)
         else:
-            # Their partitions may have gone and come back meanwhile: read them again.
+            # Their partitions may have been revoked and assigned again meanwhile: read them again.
             self._offsets.membership(self._consumer)
             self._read_again(found)
         if not found:
@@ -509,7 +510,7 @@ class Reading:
         logger.info("assigned: %s", _shown(assigned))
         if not assigned:
             return
-        # Before the consumer asks for committed offsets: it would wait silently for those of an open transaction.
+        # First, because the consumer would wait silently for committed offsets that an open transaction holds back.
         self._peers.settle()
         made = self._partitions.add([(one.topic, one.partition) for one in assigned])
         for partition in made:
@@ -541,7 +542,7 @@ class Reading:
         logger.info("revoked: %s", _shown(revoked))
         began = now_s()
         self._partitions.remove([(one.topic, one.partition) for one in revoked], self._revoke_s)
-        # Nothing is read meanwhile, not even from other partitions. A person who looks for the reason must find it in the log.
+        # Meanwhile nothing is read, not even from other partitions. People who look for the reason must find it in the log.
         if (took_s := now_s() - began) >= _STALLED_S:
             logger.warning("transactions under way with %s held up reading for %.0f s", _shown(revoked), took_s)
 
@@ -562,7 +563,7 @@ class Reading:
                 self._partitions.rewind(one, first[one.name])
 
     def _rewind(self) -> None:
-        """Set back the positions of partitions whose work was aborted for good, once no unit works on them."""
+        """Reset the positions of partitions whose work was aborted for good, once no unit works on them."""
         asked = [one for one in self._partitions.all() if one.rewind and not one.busy]
         if not asked:
             return
@@ -591,7 +592,7 @@ class Reading:
     # Peers
 
     def _look_for_stalled(self) -> None:
-        """Look for dead members again, less and less often, while a partition yields nothing and its log holds more."""
+        """Look for dead members again, less and less often, while a partition yields nothing although its log has more."""
         if now_s() < self._look_at:
             return
         self._look_at = now_s() + self._stalled_s
@@ -603,13 +604,13 @@ class Reading:
         if partition.busy or partition.waiting or now_s() - partition.read_at < _STALLED_S:
             return False
         [position] = self._consumer.position([TopicPartition(*partition.name)])
-        # Before its first message it has no position, but may have come to the end of the log.
+        # Before its first message it has no position, but may have reached the end of the log.
         at = partition.reached if position.offset < 0 else position.offset
         end = self._end(partition)
         return at is None or end is None or at < end
 
     def _end(self, partition: Partition) -> int | None:
-        """The high watermark as of the last fetch; None if there was none."""
+        """The high watermark as of the last fetch; None before the first fetch."""
         _, high = self._consumer.get_watermark_offsets(TopicPartition(*partition.name), cached=True)
         return high if high >= 0 else None
 
@@ -624,7 +625,7 @@ class Reading:
 
 
 def _divided(polled: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """The messages, and the ends of partitions. Logs errors, and raises those that no waiting mends."""
+    """The messages, and the ends of partitions. Logs errors that may pass, and raises the others."""
     messages: list[Message] = []
     ends: list[Message] = []
     for one in polled:
@@ -644,12 +645,12 @@ def _shown(partitions: Sequence[TopicPartition]) -> str:
     return ", ".join(f"{one.topic}[{one.partition}]" for one in partitions) or "none"
 
 
-# The settings of the consumer: ours by the protocol, the user's, and those by which both clients reach the brokers.
+# The consumer's settings: those that the protocol fixes, the user's, and those with which every client reaches the brokers.
 
 _FIXED: Final[Mapping[str, tuple[str, str]]] = {
     "enable.auto.commit": (
         "false",
-        "offsets are committed with the rows and messages that come from them, or they lie",
+        "offsets must be committed together with the rows and messages that come from them",
     ),
     "isolation.level": ("read_committed", "messages of open and aborted transactions must not be consumed"),
 }
@@ -657,16 +658,16 @@ _FIXED: Final[Mapping[str, tuple[str, str]]] = {
 
 _OWN: Final[Mapping[str, str]] = {
     "group.id": "it is the argument group",
-    "client.id": "peers find a dead member's transactions by it: it is made of the group's and the member's name",
+    "client.id": "peers find a dead member's transactions by it; it consists of the group's and the member's name",
     "on_commit": "offsets are not committed by the consumer",
-    "group.instance.id": "a restarted member would not be seen as gone, and peers would not settle what it has left",
+    "group.instance.id": "a restarted member would not look gone, so peers would not settle what it left",
 }
 
 
 def consumer_settings(
     kafka: Mapping[str, object], given: Mapping[str, object], *, group: str, client_id: str
 ) -> dict[str, object]:
-    """The whole dictionary for confluent-kafka's ``Consumer``: what it shares with producers, then the user's for it alone.
+    """All settings for confluent-kafka's ``Consumer``: those shared with producers, then the user's for the consumer alone.
 
     Refuses a setting that would break the promise, or that belongs to this library.
     """
@@ -685,12 +686,12 @@ def consumer_settings(
 
 
 def is_incremental(settings: Mapping[str, object]) -> bool:
-    """Whether the group moves single partitions (cooperative, KIP-848), instead of all at each rebalance."""
+    """Whether a rebalance moves single partitions (cooperative, KIP-848) instead of all of them."""
     strategy = str(settings.get("partition.assignment.strategy", ""))
     return settings.get("group.protocol") == "consumer" or strategy.startswith("cooperative")
 
 
-# Settles what dead members left open: their open transactions block their successors, and Kafka does not say so.
+# Settles what dead members left open.
 
 _PEERS_ANSWER_S: Final = 30.0
 
@@ -707,7 +708,7 @@ class Peers:
     def settle(self) -> list[str]:
         """Settle the transactions left open by members that are no longer in the group, and return their transactional ids.
 
-        If a server does not answer, that is logged, and the rest is left to the next call. After an error a person must look.
+        If a server does not answer, it logs that, and leaves the rest to the next call. If it raises, a person must look.
         """
         try:
             return self._settle()
@@ -721,7 +722,7 @@ class Peers:
         unsettled = {one.row.transactional_id for one in self._status() if one.needs_recovery}
         if not unsettled:
             return []
-        # Only now: the rule of left_behind() needs a list of members that is younger than the transactions.
+        # Only now: left_behind() needs a list of members that is newer than the transactions.
         gone = left_behind(self._group, unsettled, self._members(), self._ours)
         settled = []
         for name in gone:

@@ -255,7 +255,7 @@ def _check_two_phase_commit(settings: Mapping[str, Setting]) -> None:
         raise ConfigurationError(f"Kafka setting {TWO_PHASE_COMMIT!r} is not true or false")
     if value == "true" and "transaction.timeout.ms" in settings:
         raise ConfigurationError(
-            f"Kafka setting 'transaction.timeout.ms' has no effect beside {TWO_PHASE_COMMIT!r}",  # as KIP-939 has it
+            f"Kafka setting 'transaction.timeout.ms' has no effect together with {TWO_PHASE_COMMIT!r}",  # as KIP-939 has it
             next_step="leave one of them out: under two-phase commit a transaction has no time limit",
         )
 

@@ -603,7 +603,7 @@ class LaneProducer(TransactionalProducer):
     def limit_waits(self, seconds: float | None, in_vain: Callable[[], bool] | None = None) -> None:
         """Wait no longer than this for an answer from now on, nor for those to a commit or an abort; None: as at first.
 
-        A flush may take longer, up to the time of a call: each answer begins the time anew. Once ``in_vain`` returns True,
+        A flush may take longer, up to the time of a call: each answer starts the time again. Once ``in_vain`` returns True,
         nothing waits any more. Only after :meth:`init_transactions`.
         """
         self._instance.in_vain = in_vain

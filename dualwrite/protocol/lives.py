@@ -427,4 +427,4 @@ LANE_LIFE: Mapping[LaneState, Mapping[LaneEvent, LaneState]] = MappingProxyType(
 )
 MAY_WAIT: Final = frozenset({_LANE.UNVERIFIED, _LANE.SETTLED, _LANE.STARTED})
 """In these states a lane can carry a block whose messages wait as rows. After a discarded producer, and after a block in doubt,
-it is claimed anew, which costs no request to Kafka either: the claim waits for the session of the block in doubt."""
+it is claimed again, which costs no request to Kafka either: the claim waits for the session of the block in doubt."""

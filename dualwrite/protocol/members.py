@@ -90,7 +90,7 @@ _PLACE: Final = re.compile(f"(?s:.*){_ON}(?P<system>[^ ]+)/(?P<pid>[1-9][0-9]{{0
 
 @dataclass(frozen=True)
 class Place:
-    """Where a process runs: written behind the owner of its lease, so that the processes beside it can see that it is gone.
+    """Where a process runs: written behind the owner of its lease, so that other processes there can see that it is gone.
 
     ``system`` names one boot of one kernel and one namespace of process ids: where two processes have the same system, a
     number means the same process to both. It has no spaces and no wildcards of SQL.

@@ -161,7 +161,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 15.0
 _FIRST_LOCK_PAUSE_S, _LONGEST_LOCK_PAUSE_S = 0.1, 2.0
 _OF_THE_TOPIC: Final = frozenset({STEPS["UNKNOWN_TOPIC_OR_PARTITION"], STEPS["INVALID_TOPIC_EXCEPTION"]})
 STOPPED_PAUSE_S: Final = 30.0
-"""Between two tries of a message that Kafka refuses, where the sender stops at it: its cause may be mended meanwhile."""
+"""The pause before a sender that has stopped at a refused message tries it again: its cause may be fixed meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -183,8 +183,8 @@ class Sends:
         suspects: The refused message is among so many rows at the head; 0 if none is known.
         caught_up: Whether the last send took everything there was, and that was little.
         rest_s: How long to let messages gather before the next send: none unless blocks commit while one is under way. Each
-            send costs the servers and this process as much as a dual write, and the blocks beside it as much again in waits.
-            A message that comes alone goes at once.
+            send costs the servers and this process as much as a dual write, and the concurrent blocks as much again in waits. A
+            message that comes alone goes at once.
         lock_failures: How often in a row the lock on the mode was not free in time.
     """
 

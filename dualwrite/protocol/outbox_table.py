@@ -1,7 +1,7 @@
 """An outbox table that another program fills: which of its columns make a message, and what message a row makes.
 
 By default the columns and their meaning are those of Debezium's outbox event router, so that a table which its connector reads
-today can be sent by a relay as it is: the same topics, keys, values and headers. Its words stand beside ours:
+today can be sent by a relay as it is: the same topics, keys, values and headers. Its terms and ours:
 
 ================================================  ====================================
 ``route.by.field``                                `OutboxTable.topic_column`

@@ -1,16 +1,15 @@
 """Decisions of a writing process about its own dual writes: time, doubt, another attempt, opening, silence, health.
 
-How the rest of the broker's timeout is divided among the last steps; what the row, the database and the log say about a
-COMMIT whose answer is missing; whether work may run again after an error; whether Kafka is silent; and whether a writer is
-ready.
+How to divide the rest of the broker's timeout among the last steps; what the row, the database and the log say about a COMMIT
+whose answer is missing; whether work may run again after an error; whether Kafka is silent; and whether a writer is ready.
 
 ::
 
     the time left when the decision is recorded
     |-- at most decide_s: a pause, and COMMIT ----|-- at least the margin: its answer, Kafka's commit --|  the broker aborts
 
-No second is allotted twice: the database ends a transaction that has not committed within ``decide_s``, and ``decide_s``
-plus the margin must fit into the time left once the record is written.
+No second is spent twice: the database ends a transaction that has not committed within ``decide_s``, and ``decide_s`` plus the
+margin must fit into the time left once the record is written.
 """
 
 from __future__ import annotations
@@ -42,9 +41,9 @@ from dualwrite.protocol.values import LogProof, Outcome
 class Allowance:
     """The time that one ending may take after the record of its decision, in seconds.
 
-    ``decide_s`` lasts until the database has committed; the database enforces it where it can. ``answer_s`` lasts until COMMIT
-    is answered: without an answer the owner asks the row while the Kafka transaction is still open. ``margin_s`` must be left
-    for Kafka once the database has committed.
+    Within ``decide_s`` the database must commit; it enforces that where it can. Within ``answer_s`` COMMIT must be answered:
+    otherwise the owner reads the row while the Kafka transaction is still open. ``margin_s`` must be left for Kafka once the
+    database has committed.
     """
 
     decide_s: float
@@ -60,13 +59,13 @@ class Allowance:
 
 
 def allow(left_s: float, margin_s: float, ending_s: float) -> Allowance | None:
-    """Divide the time left, just before the record is written. None: too little is left to decide. Pure.
+    """Divide the time left, just before the record is written. Returns None if too little is left to decide. Pure.
 
-    Half of the time above the margin is for the record itself, half for the decision. Half of the ending's time is kept for
-    resolving a COMMIT that was not answered.
+    Half of the time above the margin is for the record, half for the decision. Half of the ending's time is reserved for
+    resolving an unanswered COMMIT.
 
-    ``left_s`` is left of the broker's transaction timeout, and ``ending_s`` for this ending. ``margin_s`` must be left once
-    the database has committed; it is also the most that the decision gets, unless it is 0.
+    ``left_s`` is what is left of the broker's transaction timeout, ``ending_s`` the limit of this ending. ``margin_s`` must be
+    left once the database has committed; unless it is 0, it also limits the decision.
     """
     if left_s <= margin_s:
         return None
@@ -78,11 +77,10 @@ def allow(left_s: float, margin_s: float, ending_s: float) -> Allowance | None:
     )
 
 
-# Resolves a COMMIT in doubt, whose answer is missing, by the row, the database and the log.
-#
-# The row is read under its lock on a fresh connection, which waits for the old backend: by then that backend has
-# committed or rolled back. A question remains only if *later* owners have overwritten the row, or if the dual write had
-# no messages: such a row names nothing of it, and only the database itself knows.
+# Resolves a COMMIT whose answer is missing, by the row, the database and the log.
+# Reading the row under its lock, on a fresh connection, waits until the old backend has committed or rolled back. A question
+# remains only if *later* owners have overwritten the row, or if the dual write had no messages: then the row says nothing of
+# it, and only the database itself knows.
 
 
 class DatabaseVerdict(Enum):
@@ -108,12 +106,12 @@ class DoubtStep(Enum):
 
 @dataclass(frozen=True)
 class Doubt:
-    """The facts known about one COMMIT in doubt. None is a question that was not asked.
+    """The facts known about one COMMIT in doubt. None means that the question was not asked.
 
     ``ours`` is the state that the COMMIT would have recorded; empty for rows alone, and for messages that wait. ``row`` is the
     row's state, read after the old backend released its lock. ``incident`` is the loss recorded for ``ours``, if any; it was
-    looked up if ``records_asked``. ``waits`` is the number of the decision if the block's messages wait, and ``counted`` that
-    which the row shows, read as ``row``.
+    looked up if ``records_asked``. ``waits`` is the number of the decision if the block's messages wait, and ``counted`` the
+    number in the row, read at the same time as ``row``.
     """
 
     ours: PreparedTxnState
@@ -132,7 +130,7 @@ _VERDICT = {
     DatabaseVerdict.UNKNOWN: DoubtStep.IN_DOUBT,
 }
 _INCIDENT = {Outcome.LOST: DoubtStep.LOST, Outcome.UNVERIFIABLE: DoubtStep.UNVERIFIABLE}
-# Not the outcome of a decided transaction: whether it was decided is the question, and here an abort is no loss.
+# The question here is whether the transaction was decided: so an abort is no loss.
 _PROOF = {
     LogProof.COMMITTED: DoubtStep.COMMITTED,
     LogProof.PARTLY: DoubtStep.COMMITTED,
@@ -165,7 +163,7 @@ def next_doubt_step(doubt: Doubt) -> DoubtStep:
 
 def _step_without_state(doubt: Doubt) -> DoubtStep:
     if doubt.waits is not None and doubt.counted <= doubt.waits:
-        # Numbers only grow, and none is used twice. A greater one is of a later owner, who may have followed ours or not.
+        # Numbers only grow, and none is used twice. A greater one is a later owner's, and says nothing about ours.
         return DoubtStep.COMMITTED if doubt.counted == doubt.waits else DoubtStep.ABORTED
     return DoubtStep.ASK_DATABASE if doubt.verdict is None else _VERDICT[doubt.verdict]
 
@@ -198,7 +196,7 @@ _NOTHING_WRITTEN: Final = frozenset({"none", "aborted"})
 
 
 def is_for_good(error: BaseException) -> bool:
-    """Whether the settings must change first: what meets this error need not try again by itself."""
+    """Whether the settings must change first, so that trying again is useless."""
     return isinstance(error, ConfigurationError) and not error.may_pass
 
 
@@ -233,15 +231,15 @@ class OpeningStep(Enum):
 
     AGAIN = "try again: a server may answer by then"
     REPORT = "report the loss, which is recorded, and try again"
-    KEEP = "keep the error: waiting does not mend it"
+    KEEP = "keep the error: waiting does not fix it"
 
 
 def after_failed_opening(error: Exception) -> OpeningStep:
     """The step after an attempt that ended with this error. Pure.
 
-    A loss is that of a former owner's transaction: it is in the table of incidents, and the next attempt succeeds. So is a
-    decision that the database has lost; not so a lost claim, after which every attempt fails until a person has looked. A
-    standby may be promoted.
+    A loss belongs to a former owner's transaction: it is in the table of incidents, and the next attempt succeeds. The same
+    holds for a decision that the database has lost. After a lost claim, however, every attempt fails until a person has looked.
+    A standby may be promoted, so its error is no reason to stop.
     """
     if isinstance(error, DecidedTransactionLost | OutcomeUnverifiable):
         return OpeningStep.REPORT
@@ -253,25 +251,23 @@ def after_failed_opening(error: Exception) -> OpeningStep:
 
 
 # `Breaker`: whether Kafka is silent, so that blocks are refused at once instead of waiting one after the other.
-#
-# One lane that waits shows little: its broker may be slow, and others answer. So a question that has waited for a second
-# makes the background ask, too. Kafka counts as silent once nobody has an answer: not the lane after two seconds, not the
-# background, and no other lane meanwhile. Any answer ends the silence.
-#
-# A broker that is gone refuses connections at once, which shows more than a wait. Where messages may wait in the database, a
-# writer knocks at all brokers, and two refusals by all of them in a row count, too: then only a fraction of a second's requests
-# wait. Where they may not, a broker that starts again within the two seconds costs nobody an error.
+# One waiting lane proves little: its broker may be slow while others answer. So once a question has waited for a second, the
+# background asks, too. Kafka counts as silent once nobody gets an answer: the lane not within two seconds, nor the background,
+# nor any other lane meanwhile. Any answer ends the silence.
+# A broker that is down refuses connections at once, which proves more than a wait. If its messages may wait in the database, a
+# writer tries to connect to all brokers, and two refusals by all of them in a row count as silence, too: then requests wait
+# only for a fraction of a second. Other writers do not: a broker that restarts within the two seconds then causes no error.
 
 SUSPECT_S: Final = 1.0
-"""After a wait of this length the background asks, too, and again after each of them."""
+"""After a wait of this length the background asks, too, and repeats that after each further one."""
 SILENT_S: Final = 2.0
-"""A question that has waited for so long counts as not answered."""
+"""A question that has waited for this long counts as unanswered."""
 VERDICT_S: Final = 3.0
-"""Once a question has waited for so long, it is known whether Kafka is silent."""
+"""Once a question has waited for this long, it is known whether Kafka is silent."""
 _PROBE_WAITS_S: Final = 0.5
-"""For so long at least, the background's own question has waited, too."""
+"""The background's own question must have waited for at least this long, too."""
 KNOCK_S: Final = 0.1
-"""After a wait of this length the background finds out whether the brokers refuse connections."""
+"""After a wait of this length the background checks whether the brokers refuse connections."""
 _REFUSALS: Final = 2
 _NEVER_S: Final = float("-inf")
 
@@ -296,7 +292,7 @@ class Silence:
         return f"Kafka at {self.address} has not answered since {self.since:%H:%M:%S} UTC ({self.asked})"
 
     def error(self, transactional_id: str) -> Unavailable:
-        """The error of a block that is refused because of it."""
+        """The error of a block that is refused because of this silence."""
         error = Unavailable(
             f"{self}; nothing was begun",
             transactional_id=transactional_id,
@@ -311,11 +307,12 @@ class Breaker:
     """Whether Kafka is silent, by the questions and answers of all lanes and of the background. Pure; times are in seconds.
 
     Attributes:
-        asked: The oldest question that nobody has heard an answer after: since when, and what it is; None if there is none.
+        asked: The oldest question since which nobody got any answer: since when it waits, and what it is; None if there is
+            none.
         answered_s: The last moment at which Kafka is known to have answered anything.
         probed_s: When the background last asked.
         knocked_s: When it last tried to connect to all brokers.
-        refusals: How often in a row all of them refused, since that question.
+        refusals: How often in a row all of them have refused since that question.
         silent: Whether Kafka is silent.
     """
 
@@ -327,7 +324,7 @@ class Breaker:
     silent: bool = False
 
     def missing(self, since_s: float, what: str) -> Breaker:
-        """Note a question without an answer: one that still waits, or that was given up."""
+        """Note a question without an answer, which still waits or was given up."""
         if since_s <= self.answered_s or (self.asked is not None and self.asked[0] <= since_s):
             return self
         return replace(self, asked=(since_s, what))
@@ -341,7 +338,7 @@ class Breaker:
         return replace(self, answered_s=at_s, asked=None, refusals=0, silent=False)
 
     def must_probe(self, now_s: float) -> bool:
-        """Whether the background is to ask now."""
+        """Whether the background should ask now."""
         return self.asked is not None and now_s >= max(self.asked[0], self.probed_s) + SUSPECT_S
 
     def probing(self, now_s: float) -> Breaker:
@@ -349,13 +346,13 @@ class Breaker:
         return replace(self, probed_s=now_s)
 
     def must_knock(self, now_s: float) -> bool:
-        """Whether the background is to find out now if all brokers refuse connections: soon again after they did."""
+        """Whether the background should check now if all brokers refuse connections. After a refusal it checks again soon."""
         if self.asked is None or self.silent or now_s < self.asked[0] + KNOCK_S:
             return False
         return self.refusals > 0 or now_s >= self.knocked_s + SUSPECT_S
 
     def knocked(self, at_s: float, *, refused: bool) -> Breaker:
-        """Note that at that moment the background began to connect to all brokers, and whether every one refused."""
+        """Note that the background began to connect to all brokers at that moment, and whether every one refused."""
         counts = refused and self.asked is not None and at_s > self.asked[0]
         return replace(self, knocked_s=at_s, refusals=self.refusals + 1 if counts else 0)
 
@@ -379,33 +376,34 @@ class Health:
         writer: The writer's transactional id.
         open: Whether it is open, in this process.
         opening: What its opening in the background waits for, and since when; None if it does not.
-        refused: Why it cannot write, if waiting does not mend that; None if it can. Fix the cause, and restart the process.
+        refused: Why it cannot write, if waiting does not fix that; None if it can. Fix the cause, and restart the process.
         fenced: Whether another owner has taken over. This is final: restart the process if the takeover was not intended.
-        answered: Whether database and Kafka answered the last dual write, settling or probe; if it is degraded, the database.
-        degraded: Whether dual writes go through although Kafka does not have their messages yet: they wait in the database, as
-            Kafka is silent, as others wait before them, or as it refuses one of those. That is ready.
+        answered: Whether database and Kafka answered the last dual write, settling or probe; while degraded, the database
+            alone.
+        degraded: Whether dual writes go through although their messages wait in the database: because Kafka is silent, or
+            refuses a message, or because others wait before them. Such a writer is ready.
         silence: Since when Kafka is silent, and what was asked; None if it answers, or was asked nothing.
         unanswered_s: For how long a running dual write has waited for Kafka, in seconds, while no other one got an answer.
-        lease_lost: Whether another member of its fleet has its id: it is about to take another one.
+        lease_lost: Whether another member of its fleet has its id, so that it is about to take another one.
         lease_expired: Whether its lease was not renewed in time, so that another member may take its id.
-        outbox_later: Whether messages wait in the database, and are sent later; None if the writer has no outbox, or does not
+        outbox_later: Whether messages wait in the database and are sent later; None if the writer has no outbox, or does not
             know yet.
-        outbox_rows: How many messages wait, as of the last count, about a second ago while any do.
+        outbox_rows: How many messages wait, as of the last count; while any wait, they are counted about once a second.
         outbox_bytes: The bytes of their keys, values and headers.
         outbox_oldest_s: For how long the oldest of them has waited, in seconds; 0 if none does.
-        outbox_stopped: Why none of them is sent although Kafka answers: it refuses one for good; None if that is not so.
+        outbox_stopped: Why Kafka refuses a message for good, so that no other is sent; None if it does not.
         outbox_full: Which bound of `WriterLimits` is reached, so that no more may wait; None if none is.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes that dual writes use at a time.
-        lanes: The number of lanes that exist, up to twice as many: some rest until it is known how their last one has ended.
+        lanes: The number of lanes that exist, up to twice as many: some rest until the end of their last transaction is known.
         used: The number of lanes that dual writes use now.
         waiting: The number of dual writes that wait for a lane.
         unsettled: The number of lanes that may have left a transaction open in Kafka. They are settled in the background.
         stuck: The number of unsettled lanes for which settling has failed. It is retried.
         unsettled_s: For how long the oldest of the unsettled lanes has been so, in seconds.
         open_s: For how long the oldest of the running dual writes has held its lane, in seconds.
-        time_left_s: The time until the broker aborts the transaction that it aborts next, in seconds; None if no transaction
-            with a time limit is open.
+        time_left_s: The time until the broker aborts the next one of the open transactions, in seconds; None if none has a time
+            limit.
         problems: Why it is not ready, as short sentences; empty if it is ready.
     """
 

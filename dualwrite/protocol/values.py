@@ -215,7 +215,7 @@ class Decided(Enum):
 
 # Messages that wait in the database, and what is known of all of a writer's.
 
-_DECISIONS_OF_ONE: Final = 32  # bits: a lane decides less than four thousand million times before it is claimed anew
+_DECISIONS_OF_ONE: Final = 32  # bits: a lane decides less than four thousand million times before it is claimed again
 
 
 class OutboxMode(Enum):
@@ -782,7 +782,7 @@ def gone_back(
     )
     return DatabaseWentBack(
         f"{seen}: the database has gone back in time (restored from a backup, or failed over to a copy that was behind), "
-        "or a copy of it is in use beside it",
+        "or a copy of it is in use at the same time",
         transactional_id=transactional_id,
         next_step=next_step,
         state=forgotten,

@@ -70,7 +70,7 @@ def unique_owner(name: str | None = None) -> str:
 
 
 def lease_owner(name: str | None = None) -> str:
-    """As :func:`unique_owner`, with the place of this process: processes beside it then see at once that it has died."""
+    """As :func:`unique_owner`, with the place of this process: other processes there then see at once that it has died."""
     owner, here = unique_owner(name), place_of_this_process()
     return owner if here is None else here.sign(owner)
 

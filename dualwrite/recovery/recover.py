@@ -1,10 +1,10 @@
 """Recovery from outside the writer: settle ids whose owner is gone, and show what is open.
 
-``status`` asks and shows; ``recover`` acts on the same plan. The plan says, from rows and from what Kafka shows, which
-ids to settle and which to leave to owners that may be alive. How a call for people reaches both servers stands here
-too, and what a restored database has forgotten.
+``status`` asks and shows; ``recover`` acts on the same plan. From the rows and from what Kafka shows, the plan says which ids
+to settle and which to leave to owners that may be alive. This module also has what a restored database has forgotten, and how
+calls for operators reach both servers.
 
-For start-up hooks, commands and operators; works from any process and machine. Every settler claims, which fences an owner
+For start-up hooks, commands and operators; it works from any process and machine. Every settler claims, which fences an owner
 that is still alive. So recovery touches only ids that have something to settle and, if asked to, only those whose transaction
 has been open for some time.
 """
@@ -85,15 +85,15 @@ class RecoveryReport:
         planned: The ids that needed recovery, with what was found.
         settled: The ids that are settled now.
         rolled_forward: The ids whose decided transaction this recovery committed in Kafka.
-        losses: Decided transactions that Kafka does not have. They are recorded in the table of incidents. Includes those
-            recorded by another process that ended before it reported them.
-        skipped: Ids that need recovery but were left alone: a transaction of their writer was not open for long enough, or
-            their lease has not expired.
+        losses: Decided transactions that Kafka does not have, recorded in the table of incidents. Includes those that another
+            process recorded, but ended before it reported them.
+        skipped: Ids that need recovery but were left alone: a transaction of their writer is too young, or their lease has not
+            expired.
         went_back: Ids that cannot be claimed because the database has lost a claim of theirs: see ``after_restore``.
         forgotten: With ``after_restore``, the Kafka ids that the database had forgotten, and what was done with each.
-        unknown: Whether one id was asked for that has no row, and of which Kafka knows nothing to settle either.
-        sent: By writer, how many messages were sent that its dead owner had left waiting in the database; of a dry run, about
-            how many wait.
+        unknown: Whether the one id asked for has no row, and Kafka knows nothing to settle of it either.
+        sent: By writer, how many messages were sent that its dead owner left waiting in the database; of a dry run, about how
+            many wait.
     """
 
     planned: list[IdStatus] = field(default_factory=list)
@@ -145,8 +145,8 @@ class Overview:
     Attributes:
         items: As :func:`status` has them.
         longest_s: The age of the oldest open Kafka transaction in seconds; None if none is open.
-        blockers: The open transactions, what blocks most first.
-        unknown: What could not be found out of what they block, in words.
+        blockers: The open transactions, the one that blocks most first.
+        unknown: What could not be found out about what they block, in words.
     """
 
     items: list[IdStatus]
@@ -164,10 +164,10 @@ def overview(
     others: bool | None = None,
     timeout_s: float = 60.0,
 ) -> Overview:
-    """As :func:`status`; besides, every open transaction with what it blocks.
+    """As :func:`status`, plus every open transaction with what it blocks.
 
-    Open transactions are those of the ids that were asked for. With ``others``, which is the default if neither an id nor a
-    prefix is given, they are all that the brokers list for us, also of other programs, which have no row here; but of other
+    Open transactions are those of the ids that were asked for. With ``others``, the default if neither an id nor a prefix is
+    given, they are all that the brokers list for us, including those of other programs, which have no row here; but of other
     dualwrite writers only those with the prefix.
     """
     check_selection(transactional_id, prefix)
@@ -204,7 +204,7 @@ def recover_ids(
     progress: Callable[[int, int], None] | None,
     observer: Observer,
 ) -> RecoveryReport:
-    """Settle the ids: all of :func:`dualwrite.writing.left_behind.recover` but to send what waits, which needs a lane."""
+    """Settle the ids: all of :func:`dualwrite.writing.left_behind.recover` except sending what waits, which needs a lane."""
     counted, store = _Progress(progress), database.store()
     report = recover_rows(
         lambda: whole_writers(store, rows_of(store, transactional_id, prefix)),
@@ -239,7 +239,7 @@ def settle_writers(
 ) -> dict[str, RecoveryReport]:
     """Settle several writers, each as :func:`recover_ids` does, by one inspection and few claims. Sends nothing that waits.
 
-    ``prefix`` is what all their names begin with, perhaps nothing: by it the rows are read.
+    All their names begin with ``prefix``, by which the rows are read; it may be empty.
 
     Returns:
         The report of each writer, or of each slot that stands for itself.
@@ -302,7 +302,7 @@ class _Progress:
 
 
 def open_for_s_of(asked: float | None, transactional_id: str | None) -> float:
-    """For how long an owner must have shown no life, as asked for or by default."""
+    """For how long an owner must have shown no sign of life: as asked for, or the default."""
     if asked is not None:
         return asked
     return _YOUNG_S if transactional_id is None else 0.0
@@ -349,8 +349,8 @@ def recover_rows(
 ) -> RecoveryReport:
     """:func:`recover_ids` on given servers: the rows that ``select`` reads, through coordinators that ``connect`` opens.
 
-    ``after_restore`` says whether an id without a row must be settled too; ``leased`` returns those of the given ids that are
-    slots whose lease has not expired; ``claims_all`` says whether rows that need no recovery are claimed and settled, too.
+    ``after_restore`` says whether an id without a row must be settled, too. ``leased`` returns those of the given ids whose
+    lease has not expired. ``claims_all`` says whether to claim and settle rows that need no recovery, too.
     """
     report = RecoveryReport()
     rows = select()
@@ -460,17 +460,16 @@ def inspect_rows(
 
 
 def check_cluster(rows: Iterable[StateRow], cluster_id: str) -> None:
-    """Refuse rows of another cluster: their transactions are not found in this one, and would count as gone.
+    """Refuse rows of another cluster: their transactions are not in this one, and would count as gone.
 
-    A row that was only claimed while Kafka was away belongs to none yet, and has left nothing in any.
+    A row that was claimed only while Kafka was away belongs to no cluster yet, and has left nothing in any.
     """
     for row in rows:
         if row.cluster_id not in {cluster_id, ""}:
             raise other_cluster(row.cluster_id, cluster_id, row.transactional_id)
 
 
-# Decides what a recovery settles and what it leaves alone, from what the rows and Kafka show. Pure, except for the
-# clock.
+# Decides from what the rows and Kafka show what a recovery settles and what it leaves alone. Pure, except for the clock.
 
 _MATTERS: Final = frozenset(
     {
@@ -523,7 +522,7 @@ class IdStatus:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether settling would undo what the owner has left behind: the row does not name it, or names an earlier one."""
+        """Whether settling would undo what the owner left behind: the row does not name it, or names an earlier transaction."""
         if self.open_for_s is not None:
             return not self.decided_is_open
         prepared = self.row.prepared
@@ -532,7 +531,7 @@ class IdStatus:
 
     @property
     def waits_for_s(self) -> float | None:
-        """Seconds for which something of its owner's has been open on either side; None if nothing is."""
+        """For how many seconds something of its owner has been open on either side; None if nothing is."""
         return self.prepared_for_s if self.open_for_s is None else self.open_for_s
 
 
@@ -570,7 +569,7 @@ def longest_open_s(items: Iterable[IdStatus]) -> float | None:
 
 
 def _left_unended(known: Knowledge) -> bool:
-    """Whether it is recorded as not committed; then the recorder may have died before it ended what the broker forgot."""
+    """Whether it is recorded as not committed: the recorder may have died before it ended what the broker forgot."""
     return known.recorded not in {None, Outcome.COMMITTED}
 
 
@@ -584,9 +583,9 @@ def is_young(item: IdStatus, open_for_s: float) -> bool:
 
 
 def settled_with(name: str, names: Collection[str]) -> str:
-    """The id that stands for all those that are settled with this one: its writer's; its own for a slot.
+    """The id that stands for all that are settled together with this one: its writer's, or, for a slot, its own.
 
-    ``names`` are the ids that have a row: a pool's slots have no first lane.
+    ``names`` are the ids that have a row: a pool of slots has no first lane.
     """
     return writer if (writer := writer_of(name)) in names else name
 
@@ -619,7 +618,7 @@ class Plan:
         *,
         also: Collection[str] = (),
     ) -> Plan:
-        """Decide writer by writer: one whose owner may be alive is left alone as a whole, the others are taken as a whole.
+        """Decide writer by writer: leave a writer alone as a whole if its owner may be alive, else take it as a whole.
 
         An owner may be alive if it began something less than ``open_for_s`` ago, or if the lease of its id has not expired
         (``leased``); decided transactions are settled anyway. The incarnations of ``raised`` ids go up even if the database
@@ -695,7 +694,7 @@ def whole_writers(store: StateStore, rows: Sequence[StateRow]) -> Sequence[State
     return [*rows, *(row for row in [*firsts, *lanes] if row.transactional_id not in names)]
 
 
-# What settling would do now, found out by the questions that settling asks. Changes nothing.
+# Finds out what settling would do now, by asking the questions that settling asks. Changes nothing.
 
 
 def inspect(
@@ -707,8 +706,8 @@ def inspect(
 ) -> list[tuple[Unsettled, SettleStep]]:
     """Find out what settling would do now with every unsettled incarnation, the owners' own included. Changes nothing.
 
-    Returns each with its first step that is not a question; at the end, settled ones of which the database has a prepared
-    transaction (``participants``).
+    Returns each with its first step that is not a question. Appends settled incarnations with a prepared transaction in the
+    database (``participants``).
     """
     native = [found for row in rows if (found := unsettled_native(row, row.incarnation)) is not None]
     apart = {found.kafka_id for found in native}
@@ -733,7 +732,7 @@ def _as_unsettled(found: UnsettledNative) -> Unsettled:
 
 
 def _suspect_nothing(items: Iterable[Unsettled]) -> None:
-    """A dry run need not query partitions of undecided transactions: they will be aborted regardless."""
+    """A dry run need not ask the partitions of undecided transactions: settling aborts these in any case."""
     for item in items:
         item.known = replace(item.known, suspects=frozenset())
 
@@ -748,7 +747,7 @@ _AS_FOR_LIBRDKAFKA: Final = {
     NativeStep.READ_FENCE: SettleStep.RETIRE,
     NativeStep.FINISH: SettleStep.FINISH,
 }
-"""The steps of a dry run, which never reads the fence, in the words of the other engine's."""
+"""The steps of a dry run, which never reads the fence, in terms of librdkafka's steps."""
 
 
 def inspect_native(
@@ -756,7 +755,7 @@ def inspect_native(
 ) -> list[SettleStep]:
     """Find out what settling would do now with each of them. Changes nothing.
 
-    Ending a transaction that is not open any more changes nothing, so the questions after it can be asked without it.
+    Ending a transaction that is no longer open changes nothing, so a dry run can ask what comes after it without ending it.
     """
     inspection = NativeInspection(coordinator, deadline)
     for item in items:
@@ -767,8 +766,8 @@ def inspect_native(
     return [_AS_FOR_LIBRDKAFKA[next_native_step(item.known)] for item in items]
 
 
-# After a restore: what Kafka knows of transactional ids and the database has forgotten. Ids that have no row any more are
-# found by their names; :func:`~dualwrite.recovery.inspect.lost_decisions` finds transactions of those that have one.
+# After a restore: what Kafka knows of transactional ids and the database has forgotten. Here, ids without a row are found by
+# their names; :func:`~dualwrite.recovery.inspect.lost_decisions` finds lost transactions of ids that have one.
 
 
 @dataclass(frozen=True)
@@ -781,7 +780,7 @@ class Forgotten:
         incarnation: The incarnation.
         status: The coordinator's status of it before recovery did anything.
         has_row: Whether the database has a row for that id, with an older incarnation.
-        settled: Whether recovery made the id unusable and aborted what was open under it. False: left alone.
+        settled: Whether recovery made the id unusable and aborted what was open under it.
     """
 
     kafka_id: str
@@ -801,9 +800,9 @@ def find_forgotten(
 ) -> Sequence[Forgotten]:
     """Find the Kafka ids that are newer than their rows, or have no row. Changes nothing.
 
-    An id with another namespace than its row's is left out: it belongs to another database, or to a row that was deleted.
-    ``rows`` are all rows of the requested ids; ``is_asked_for`` says whether an id without a row may be settled, as another
-    database's ids look the same.
+    Skips an id whose namespace is not its row's: it belongs to another database, or to a row that was deleted. ``rows`` are all
+    rows of the requested ids. ``is_asked_for`` says whether an id without a row may be settled, because another database's ids
+    look the same.
     """
     by_id = {row.transactional_id: row for row in rows}
     found: dict[str, tuple[str, int, bool]] = {}
@@ -817,7 +816,7 @@ def find_forgotten(
         elif row is None and is_drawn(namespace) and is_asked_for(name):
             found[kafka_id] = (name, incarnation, False)
     views = coordinator.describe(found.keys(), deadline) if found else {}
-    # A broker may list ids that it coordinates no more (KAFKA-21481). Those that their coordinator does not know are gone.
+    # A broker may list ids that it no longer coordinates (KAFKA-21481). Those that their coordinator does not know are gone.
     return [
         Forgotten(kafka_id, name, incarnation, views[kafka_id].status, has_row, settled=False)
         for kafka_id, (name, incarnation, has_row) in sorted(found.items())
@@ -837,9 +836,9 @@ def next_incarnations(forgotten: Iterable[Forgotten]) -> dict[str, int]:
 def retire_without_rows(
     forgotten: Iterable[Forgotten], coordinator: TransactionCoordinator, deadline: Deadline
 ) -> None:
-    """Make the ids without a row unusable. No row names what is open under them, so it is aborted.
+    """Make the ids without a row unusable, and abort what is open under them: no row names it.
 
-    After ``Unavailable``, run it again: some may be left.
+    After ``Unavailable``, call it again: some may be left.
     """
     ids = [one.kafka_id for one in forgotten if not one.has_row]
     if ids:
@@ -853,7 +852,7 @@ def went_back(
 ) -> Mapping[str, tuple[str, bool]]:
     """Find evidence of lost commits, by id: in words, and whether a claim was lost. Changes nothing.
 
-    Rows with evidence are read again from the store, as their owners may have continued meanwhile.
+    Reads rows with evidence again from the store, because their owners may have continued meanwhile.
     """
     next_ids = {row.kafka_id(row.incarnation + 1): row for row in rows}
     views = coordinator.describe(next_ids.keys(), deadline) if next_ids else {}

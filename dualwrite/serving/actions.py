@@ -3,7 +3,7 @@
 Nothing is done without three steps: a page that says exactly what would be done, a form with a reason, and the intent stored in
 the database. The deed itself is that of the commands (:mod:`dualwrite.writing.by_hand`). What the form confirms is what was
 shown: messages by their numbers, losses by their states, a transaction by what the servers said of it. If that has changed
-since, nothing is done, and the page shows it anew.
+since, nothing is done, and the page shows it again.
 
 A page of another site cannot act: its form has another origin, and does not know the value of our cookie. A request counts as
 that of a user only with the token, or with the header of a trusted proxy.
@@ -120,7 +120,7 @@ def user_of(request: Request, given: Mapping[str, str], rules: ActionRules) -> s
         raise Refused(403, f"this form comes from {origin or 'an unknown place'}, not from this page")
     cookie = request.cookies.get(_COOKIE, "")
     if not cookie or not _same(cookie, given.get("form", "")):
-        raise Refused(403, "this form is not of this browser, or is too old: look at it again, and send it anew")
+        raise Refused(403, "this form is not of this browser, or is too old: look at it again, and send it again")
     if rules.user_header is not None:
         return proxy_user(request, rules)
     assert rules.token is not None

@@ -249,7 +249,7 @@ class Snapshot:
         alive_s: When the last round ended, failed or not, by the supervisor's own clock.
         counts: What was done since the process started: ``rounds``, ``failed rounds``, ``settled``, ``rolled forward``,
             ``losses``, ``sent``, ``failures``.
-        findings: What ``dualwrite doctor`` finds wrong or weak, as this process sees it; asked anew every five minutes.
+        findings: What ``dualwrite doctor`` finds wrong or weak, as this process sees it; asked again every five minutes.
     """
 
     target: str

@@ -1,9 +1,9 @@
 """``KeyValueStore``: one open transaction over what is committed, kept in RocksDB; timestamps and windows over it.
 
-Uncommitted writes stay in memory, or beside it where memory has no room; a commit writes them together with a note that
+Uncommitted writes stay in memory, or in a second RocksDB if they do not fit; a commit writes them together with a note that
 says how far the changelog is contained.
 
-Transactions, scans and recovery are left to the key-value store, which is what a task takes.
+Only the key-value store has transactions, scans and recovery; a task takes that store.
 """
 
 from __future__ import annotations
@@ -701,7 +701,7 @@ def _within(
         yield key, value
 
 
-# Uncommitted writes that do not fit in memory, in a second RocksDB beside the store's own.
+# Uncommitted writes that do not fit in memory, in a second RocksDB.
 
 _DELETED: Final = b""
 _WRITTEN: Final = b"\x01"

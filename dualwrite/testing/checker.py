@@ -338,8 +338,8 @@ class Kind(Enum):
     TWICE = "twice"
     """Too many rows or messages."""
     REORDERED = "reordered"
-    """A partition shows the operations of a stream in another order than they began; or those of a writer in another order than
-    one was acknowledged before the other began."""
+    """A partition shows the operations of a stream in another order than they began; or one operation of a writer behind
+    another that began only after the first was acknowledged."""
     UNDONE = "undone"
     """Reported as aborted, but present."""
     FOREIGN = "foreign"

@@ -1,8 +1,7 @@
 """One lane: a claimed transactional id with its producer, which carries one dual write at a time.
 
-A lane is claimed, settled and started before it carries anything, and claimed again whenever its producer must not be
-reused. Losses that settling finds belong to earlier transactions, so they are recorded and reported, and never raised
-in the wrong block.
+A lane is claimed, settled and started before it carries anything, and claimed again whenever its producer must not be reused.
+Losses that settling finds belong to earlier transactions: they are recorded and reported, and never raised in another block.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PROVE_S: Final = 5.0
-"""For at least this long, Kafka is asked how a decided transaction ended, even if the time for ending it is over."""
+"""Kafka is asked for at least this long how a decided transaction ended, even if the time for ending it is over."""
 _CLAIM_HOLDS_S: Final = 10.0
 """A claim that is older is renewed before the lane gets its first producer."""
 _UNSETTLED: Final = frozenset({LaneState.UNVERIFIED, LaneState.UNSETTLED})
@@ -59,10 +58,10 @@ _KNOW_END_S: Final = 5.0
 class Lane:
     """One transactional id that we own, claimed again whenever its producer must not be reused.
 
-    ``make_producer`` returns a producer that is not initialised yet. Only one lane at a time claims: whoever holds
-    ``claiming``. ``guard`` returns the guard of this lane's first claim, and is called when it claims. ``ends`` asks for the
-    ends of all lanes' transactions at once; without it each lane asks for its own when it needs it. ``losses`` reports losses
-    that settling finds and that do not belong to the current dual write.
+    ``make_producer`` returns a producer that is not initialised yet. Only the lane that holds ``claiming`` may claim. ``guard``
+    is called at this lane's first claim, and returns its guard. ``ends`` asks for the ends of all lanes' transactions at once;
+    without it each lane asks for its own when it needs it. ``losses`` reports losses that settling finds and that do not belong
+    to the current dual write.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class Lane:
         self._fenced = False
         self._asking_for = ""
         self._unanswered: tuple[float, str] | None = None
-        self.heard_s = 0.0  # since then Kafka has answered a question of the lane, outside of a block's dual write
+        self.heard_s = 0.0  # when Kafka last answered a question of the lane, outside of a block's dual write
 
     @property
     def row(self) -> StateRow:
@@ -106,7 +105,7 @@ class Lane:
 
     @property
     def incarnation(self) -> int | None:
-        """That of our newest claim; None before the first one."""
+        """The incarnation of our newest claim; None before the first one."""
         return None if self._row is None else self._row.incarnation
 
     @property
@@ -133,7 +132,7 @@ class Lane:
 
     @property
     def refused(self) -> DualWriteError | None:
-        """Why the database and Kafka do not go together, by the last claim; None if they do. For other threads."""
+        """Why the last claim found that the database and Kafka do not fit together; None if they do. For other threads."""
         error = self._refused
         return error if isinstance(error, ConfigurationError) else None
 
@@ -157,13 +156,13 @@ class Lane:
 
     @property
     def asking_since(self) -> float | None:
-        """When the step began that asks Kafka now, by the clock of the process; None if there is none. For other threads."""
+        """When the step that waits for Kafka now began, by the process's clock; None if there is none. For other threads."""
         producer = self._producer
         return self._asking_since or (None if producer is None else producer.asking_since)
 
     @property
     def question(self) -> tuple[float, str] | None:
-        """The question that waits for Kafka's answer, or the last one that got none: since when, and for what.
+        """The question that waits for Kafka's answer, or the last one without an answer: since when, and for what.
 
         For other threads.
         """
@@ -198,13 +197,13 @@ class Lane:
 
     @property
     def pending_end(self) -> PendingEnd | None:
-        """The last transaction, while its end is not known but still can be."""
+        """The last transaction, if its end is not known yet but can still be found out."""
         return None if self._producer is None else self._producer.unknown_end
 
     def come_to_rest(self) -> PendingEnd | None:
-        """Ask for the end of the last transaction, too, from now on. Called when a dual write is over.
+        """Add the last transaction to those whose ends are asked for. Called when a dual write is over.
 
-        Returns the transaction whose end is not known; None if it is, or if nothing will show it any more.
+        Returns that transaction; None if its end is known, or if nothing will show it any more.
         """
         pending = None if self._producer is None else self._producer.unknown_end
         if pending is not None and self._ends is not None:
@@ -231,7 +230,7 @@ class Lane:
     def prove_end(self, deadline: Deadline) -> bool:
         """As :meth:`know_end`, then check the log before a commit is recorded as complete. For owners that close or idle.
 
-        Returns whether it may be recorded now. If not, :attr:`needs_settling` says whether settling finds out why.
+        Returns whether it may be recorded now. If not, :attr:`needs_settling` says whether settling will find out.
         """
         self.know_end(deadline)
         if self._unrecorded is None or not self.usable:
@@ -246,7 +245,7 @@ class Lane:
     def note_end(self, step: EndStep) -> None:
         """Take the step that was found for :attr:`pending_end`.
 
-        Raises if an aborted transaction came back, and that could not be recorded. Ask again then.
+        Raises if an aborted transaction came back and that could not be recorded: call it again.
         """
         producer, pending = self.producer, self.producer.pending_end
         assert pending is not None
@@ -257,7 +256,7 @@ class Lane:
         producer.note_end(step)
 
     def adopt(self, row: StateRow, *, settled: bool = True) -> None:
-        """Take over a row that was just claimed, and whose Kafka id has not been used. ``settled``: it was settled, too."""
+        """Take over a row that was just claimed, and whose Kafka id is unused. ``settled`` says whether it was settled, too."""
         self._note_claim(row)
         if settled:
             self._note_settled()
@@ -274,12 +273,13 @@ class Lane:
         self._looked_back = True
 
     def may_go_on(self, found: StateRow | None) -> bool:
-        """Whether the lane may be used again after idling without a new claim. Call it before :meth:`ready`.
+        """Whether the lane may be used again after idling, without a new claim. Call it before :meth:`ready`.
 
-        ``found`` is its row as it was read a moment ago. A claim that has come since fences the next dual write.
+        ``found`` is its row as it was read a moment ago. A later claim fences the next dual write.
 
         If the last transaction was handed over, the row must say that its decider has completed it: then no request is on its
-        way that could end the next one. The producer's own commit, which Kafka answers with success, brings it in line.
+        way that could end the next one. The producer then repeats the commit, which Kafka answers with success, to update its
+        own state.
         """
         from dualwrite.protocol.batches import may_go_on  # noqa: PLC0415 - only batches go on after they have idled
 
@@ -302,11 +302,11 @@ class Lane:
     def ready(self, deadline: Deadline, refuse_in_silence: Callable[[], object] | None = None) -> None:
         """Make the lane usable: claims, settles and makes a producer, unless it has a usable one.
 
-        ``refuse_in_silence`` raises if Kafka is known to be silent by then: it is called once the lane has asked in vain for as
-        long as it takes to know that. Without it the lane asks until the deadline.
+        ``refuse_in_silence`` is called once the lane has waited long enough to know whether Kafka is silent, and raises if it
+        is. Without it the lane asks until the deadline.
 
-        Nothing is begun after an error. `Fenced` and `DatabaseWentBack` (the database has lost a claim) stay; after others try
-        again.
+        If it raises, nothing was begun. `Fenced`, and `DatabaseWentBack` if the database has lost a claim, are permanent; after
+        other errors try again.
         """
         if self._producer is not None and not self._fenced and self._producer.begins_again():
             return
@@ -332,9 +332,9 @@ class Lane:
     def ready_to_wait(self, deadline: Deadline) -> None:
         """Make the lane usable for a block whose messages wait as rows, and for nothing else. Asks the database alone.
 
-        It claims the id unless a claim of ours stands; the decision that the row names stays there, completed or not. Before
-        the lane is used directly, :meth:`ready` claims with Kafka, and settles. Raises as :meth:`ready`; also what a claim
-        with Kafka has found that waiting cannot mend.
+        It claims the id unless a claim of ours is valid; the decision that the row names stays there, completed or not. Before
+        the lane is used directly, :meth:`ready` claims with Kafka, and settles. Raises as :meth:`ready`, and raises again what
+        a claim with Kafka has found that waiting cannot fix.
         """
         if self._refused is not None:
             raise copy(self._refused) from self._refused  # a copy for each block: an error that is raised grows
@@ -342,13 +342,13 @@ class Lane:
             waiting.elsewhere(lambda: self._claim_without_kafka(deadline))
 
     def _make_usable(self, deadline: Deadline) -> None:
-        # Without a producer, nothing holds a lane to the cluster that it was claimed in: the address may lead elsewhere by now.
+        # Without a producer, nothing ties a lane to the cluster that it was claimed in: the address may lead elsewhere by now.
         if self._machine.state is not LaneState.SETTLED or now_s() > self._claimed_s + _CLAIM_HOLDS_S:
             self._settle_former(deadline)
         self._start(deadline)
 
     def _settle_former(self, deadline: Deadline) -> None:
-        """Claim and settle. Losses found here belong to transactions that have ended for their callers."""
+        """Claim and settle. Losses found here belong to transactions whose callers have their answer already."""
         try:
             try:
                 report = self._renew(deadline)
@@ -370,8 +370,8 @@ class Lane:
     def settle(self, deadline: Deadline) -> None:
         """Claim and settle a lane that is not in use. Reports the losses that it finds.
 
-        On return nothing of ours is open in Kafka any more, unless :attr:`needs_settling` says so. After `Fenced` the other
-        owner settles.
+        On return nothing of ours is open in Kafka, unless :attr:`needs_settling` says so. After `Fenced` the other owner
+        settles.
         """
         known = str(self._refused)
         try:
@@ -385,9 +385,9 @@ class Lane:
     ) -> CompletionPending | None:
         """Commit in Kafka what the database has decided. Returns None once Kafka has answered.
 
-        ``leaves`` is asked after a commit without an answer. If true, the commit is left to the next settler, which is due as
-        soon as the lane is free, and the error that says so is returned: the block has nothing to wait for, as the row names
-        its transaction. Otherwise the lane is settled here.
+        ``leaves`` is asked after a commit without an answer. If it returns True, the next settler, which is due as soon as the
+        lane is free, must finish the commit, and the error that says so is returned: the block has nothing to wait for, as the
+        row names its transaction. Otherwise the lane is settled here.
 
         After `CompletionPending` the next settler completes it, or finds it lost. `DatabaseWentBack` means that the database
         has lost it meanwhile, and what Kafka did is not known; it is recorded.
@@ -478,7 +478,7 @@ class Lane:
         self._compare_claimed(self._claim_row(deadline, without_kafka=True), known)
 
     def _claim_row(self, deadline: Deadline, *, without_kafka: bool = False) -> StateRow:
-        """Claim the row, unless another owner has taken over. It is ours from here on, even if what follows fails."""
+        """Claim the row, unless another owner has taken over. On return it is ours, even if later steps fail."""
         if self._row is not None:
             guard: tuple[str, int] | None = (self.transactional_id, self._row.incarnation)
         else:
@@ -496,7 +496,7 @@ class Lane:
         return row
 
     def _compare_claimed(self, row: StateRow, known: StateRow | None) -> None:
-        """Raise if the row that was claimed names an older decision than the one that we know of."""
+        """Raise if the claimed row names an older decision than we know of."""
         if known is None or not is_older(row.prepared, known.prepared):
             return
         error = gone_back(
@@ -509,9 +509,10 @@ class Lane:
         raise error
 
     def _start(self, deadline: Deadline) -> None:
-        """Make and initialise the producer. One whose initialisation may still come, or come twice, is not used.
+        """Make and initialise the producer.
 
-        The next one has another Kafka id, under which a late copy finds nothing.
+        Does not use one whose initialisation may arrive late, or twice: the next one has another Kafka id, under which a late
+        copy finds nothing.
         """
         while True:
             self._machine.apply(LaneEvent.START)
@@ -540,8 +541,8 @@ class Lane:
     def record_completed(self) -> None:
         """Record in the row that its transaction is complete, once its end is known. For owners that close or idle.
 
-        Does nothing if the end is not known, the producer is doubtful, or settling has failed: settling will prove it, and end
-        what a broker has forgotten.
+        Does nothing if the end is not known, the producer is doubtful, or settling has failed: a later settling proves the end,
+        and ends what a broker has forgotten.
         """
         if self._unrecorded is None:
             return
@@ -552,8 +553,7 @@ class Lane:
     def take_completed(self) -> StateRow | None:
         """As :meth:`record_completed`, for an owner that records the row's outcome itself.
 
-        If that fails, the outcome is not recorded before the next claim, which proves the end again. None if there is nothing
-        to record.
+        If the owner fails to record it, the next claim proves the end again. Returns None if there is nothing to record.
         """
         if self._unrecorded is None or not self.prove_end(Deadline(_KNOW_END_S)):
             return None
@@ -583,7 +583,7 @@ class Lane:
             self._machine.apply(LaneEvent.DISCARD)
 
     def fence(self, deadline: Deadline) -> None:
-        """Claim in the database alone: a decision of ours that is still on its way to it then finds another incarnation.
+        """Claim in the database alone, so that a decision of ours that is still on its way to it finds another incarnation.
 
         The producer stays, to end its transaction. The next block claims once more. Raises as :meth:`ready`.
         """
@@ -598,7 +598,7 @@ class Lane:
             )
 
     def leave_in_doubt(self) -> None:
-        """As :meth:`discard`, where the last block may be decided yet: its claim serves no other block.
+        """As :meth:`discard`, when the last block may still be decided: no other block may use its claim.
 
         The next claim waits for the session of that block. Under the old one, a block whose messages wait would decide under
         the same number, and the row's count could not tell which of the two was committed.
@@ -651,9 +651,9 @@ class RecordedLosses:
             logger.exception("%s: could not record a decision that the database has lost", self._id)
 
     def compare(self, row: StateRow) -> None:
-        """Check whether the database has lost the decision that this row holds; record and report it once if so.
+        """Check whether the database has lost the decision in ``row``; record and report it once if so.
 
-        ``row`` is the row as its owner knows it, which the database's is compared with.
+        ``row`` is the row as its owner knows it.
         """
         if not row.prepared.has_transaction or str(row.prepared) == self._forgotten:
             return
@@ -682,8 +682,8 @@ class Losses:
     Every loss becomes one log record at level ``ERROR``, with the fields ``dualwrite_event`` (``loss``),
     ``dualwrite_transactional_id``, ``dualwrite_state`` and ``dualwrite_outcome`` for log collectors.
 
-    ``on_loss`` is called in the thread that found the loss. If it raises, that is logged, and only the log has reported the
-    loss.
+    ``on_loss`` is called in the thread that found the loss. If it raises, the error is logged, and only the log has reported
+    the loss.
     """
 
     def __init__(self, on_loss: OnLoss | None = None, observer: Observer = NO_OBSERVER) -> None:

@@ -432,8 +432,7 @@ class _MembersBlock(AbstractContextManager["Transaction"]):
 # Keeps the lease of one member of a fleet by heartbeats, on a thread of its own.
 
 _LOOK_S: Final = 0.5
-"""The time between two looks at the processes beside this one. A look asks no server, and takes microseconds for each
-process."""
+"""The time between two looks at the other processes here. A look asks no server, and takes microseconds for each process."""
 
 
 class LeaseKeeper:
@@ -441,7 +440,7 @@ class LeaseKeeper:
 
     Both callbacks are called in the heartbeats' thread, and return at once: ``on_lost`` once another member has taken the
     lease, with each heartbeat until it is given up; ``on_dead`` with leases of other members that have expired, or whose
-    processes have died beside this one.
+    processes have died where this one runs.
     """
 
     def __init__(
@@ -548,7 +547,7 @@ class LeaseKeeper:
                 logger.exception("%s: a heartbeat failed; retrying", self._name)
 
     def _rest(self, pause_s: float) -> bool:
-        """Wait for the next heartbeat, and look at the processes beside this one meanwhile. False if the keeper has stopped."""
+        """Wait for the next heartbeat, and meanwhile look at the other processes here. False if the keeper has stopped."""
         until = now_s() + pause_s
         # After a pause of the process, Event.wait returns at once. Then a heartbeat is due, which asks whether the lease is
         # still ours.
@@ -562,7 +561,7 @@ class LeaseKeeper:
         return not self._stopped.is_set()
 
     def look(self) -> None:
-        """Report members whose processes have died beside this one since the last heartbeat, each once. Asks no server."""
+        """Report members whose processes have died here since the last heartbeat, each once. Asks no server."""
         self._report(())
 
     def _report(self, expired: Sequence[Lease]) -> None:

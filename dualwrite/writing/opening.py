@@ -1,13 +1,13 @@
 """How a writer opens in the background.
 
-A process that starts while a server is away must not fail: the platform would start it again and again, and take down what
-needs no server. Nor may its blocks wait for the server: they would take every thread of the process. So a thread claims, and
-tries again until it has; a block that comes before waits for a moment, as a start takes one, and is then refused with the
-reason.
+A process that starts while a server is away must not fail: the platform would restart it again and again, and take down what
+needs no server. Its blocks must not wait for the server either: they would occupy every thread of the process. So a thread
+claims, and tries again until it succeeds. A block that comes earlier waits for a moment, since a normal start takes one, and is
+then refused with the reason.
 
-What waiting cannot mend ends the attempts: that error is kept, for blocks and for ``health()``. A loss that an attempt finds
-belongs to a former owner's transaction, whose rows are committed. No block of this process may raise it: the block's own rows
-are not. It is reported as every loss that is found in the background, and the next attempt succeeds.
+An error that waiting cannot fix ends the attempts, and is kept for blocks and for ``health()``. A loss that an attempt finds
+belongs to a former owner's transaction, whose rows are committed. No block of this process may raise it, because the block's
+own rows are not. It is reported like every loss that is found in the background, and the next attempt succeeds.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def ask_first(config: KafkaConfig, name: str) -> None:
-    """Ask Kafka something before anything is claimed. Raises `Unavailable`, which names it, if it does not answer."""
+    """Ask Kafka something before anything is claimed. Raises `Unavailable`, with its address, if it does not answer."""
     with KafkaCoordinator(config) as coordinator:
         try:
             coordinator.cluster_id(Deadline(_PATIENCE_S))
@@ -54,18 +54,18 @@ def ask_first(config: KafkaConfig, name: str) -> None:
 
 T = TypeVar("T")
 _PATIENCE_S: Final = 2.0
-"""A block waits no longer for an opening that no server is known to hold up: one takes less than a second, and within this
-time the first look at Kafka shows whether it answers."""
+"""How long a block waits for an opening while no server is known to hold it up. An opening takes less than a second, and within
+this time the first look at Kafka shows whether it answers."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 1.0
 _JOIN_S: Final = 5.0
-"""Closing waits so long for an attempt. One that waits for a server is left: what it makes after that, it throws away."""
+"""How long closing waits for a running attempt. One that is still waiting for a server then discards what it makes."""
 
 
 class Opening(Generic[T]):
     """Opens one writer. Its callers are threads and tasks.
 
-    ``attempt`` asks the servers, and returns what it has made; ``publish`` lets the writer use that, at once, and ``discard``
-    throws it away. ``report`` takes a loss.
+    ``attempt`` asks the servers, and returns what it has made. ``publish`` gives that to the writer, without waiting;
+    ``discard`` throws it away. ``report`` takes a loss.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Opening(Generic[T]):
         self._thread.start()
 
     def stop(self) -> None:
-        """Make no further attempt. What one under way makes is discarded. May be called more than once."""
+        """Make no further attempt, and discard what a running one makes. May be called more than once."""
         with self._changed:
             self._stopping.set()
             self._changed.notify_all()
@@ -121,7 +121,7 @@ class Opening(Generic[T]):
         return f"{what}, since {self._missing_since:%H:%M:%S} UTC ({now_s() - self._missing_since_s:.0f} s)"
 
     def wait(self, seconds: float) -> None:
-        """Wait for an opening that no server is known to hold up, and raise as :meth:`check`."""
+        """Wait for the opening while no server is known to hold it up, then raise as :meth:`check`."""
         deadline = Deadline(0.0 if waiting.blocks_a_loop() else min(seconds, _PATIENCE_S))
         with self._changed:
             while self._is_open_question and not deadline.expired:
@@ -129,9 +129,9 @@ class Opening(Generic[T]):
         self.check()
 
     def check(self, *, patient: bool = False) -> None:
-        """Raise unless it has opened, or was stopped: then there is nothing to say.
+        """Raise unless it has opened or was stopped.
 
-        With ``patient`` it does not raise either while no attempt has failed: the caller's own block will wait.
+        With ``patient`` it does not raise while no attempt has failed: the caller's own block will wait.
         """
         if self.done or self.stopped or (patient and self._is_open_question):
             return
@@ -153,7 +153,7 @@ class Opening(Generic[T]):
             began_s, began = now_s(), datetime.now(timezone.utc)
             try:
                 made = self._attempt()
-            except Exception as error:  # noqa: BLE001 - an error that nobody expects may pass, too
+            except Exception as error:  # noqa: BLE001 - an unexpected error may be temporary, too
                 step = after_failed_opening(error)
                 self._note(error, step, began_s, began)
                 if step is OpeningStep.KEEP:

@@ -1,14 +1,14 @@
-"""What one block does with its messages where they may wait in the database, and what blocks and their sender tell each other.
+"""What a block does with messages that may wait in the database, and what blocks and their sender tell each other.
 
-Blocks put messages there, and one thread sends them. Both need the other's news at once: that something waits, that the mode
-has changed, and that the sender is about to lock the mode. The database alone decides what the mode is and what waits. What
-stands here is known, not decided: it wakes, shows, and spares a wait.
+Blocks put messages into the database, and one thread sends them. Each needs the other's news at once: that something waits,
+that the mode has changed, that the sender is about to lock the mode. Only the database decides what the mode is and what waits.
+What this process knows of it serves to wake the sender, to inform people, and to spare waits.
 
 A block of such a writer keeps its messages as values until Kafka has all of them. If Kafka falls silent before that, the
 values become rows of the block's own transaction, in the statements that decide. What was sent is left undecided: the row of
 the lane does not name it, so settling aborts it before the lane sends again.
 
-Only silence makes a block fall back. What Kafka refuses, it would refuse later, too.
+Only silence makes a block fall back: what Kafka refuses now, it would refuse later, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _GATE_S: Final = 0.5
-"""No block waits longer for the sender to lock the mode: from then on both wait in the database, as strangers do."""
+"""The longest that a block waits for the sender to lock the mode. After it, both wait in the database, as blocks of other
+processes do."""
 
 
 class Outbox:
@@ -69,7 +70,7 @@ class Outbox:
 
     def wake(self) -> None:
         """Tell the sender that something waits. Call it after the COMMIT of a block whose messages wait; it never blocks."""
-        if not self._wanted.is_set():  # many blocks wake it while it is at work on what they have put there
+        if not self._wanted.is_set():  # a sender at work has usually been woken already
             self._wanted.set()
 
     def note_later(self, why: str) -> None:
@@ -79,10 +80,10 @@ class Outbox:
         self.wake()
 
     def pass_gate(self) -> None:
-        """Wait until the sender has locked the mode and done with it. Call it before a block takes a share of that lock.
+        """Wait until the sender has locked the mode and is done with it. Call it before a block takes a share of that lock.
 
-        Without it the shares of a busy writer's blocks would overlap for ever, and the last send would never get its lock: a
-        database grants a share beside others although somebody waits to have the row alone.
+        Otherwise the shares of a busy writer's blocks would overlap forever, and the last send would never get its lock: a
+        database grants further shares although somebody waits for the exclusive lock.
         """
         if self._closed_until is None:
             return
@@ -105,7 +106,7 @@ class Outbox:
                 self._gate.notify_all()
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until a block has told something, or the time is over; returns whether one has. For one thread."""
+        """Wait for news from a block, or until the time is over; returns whether there is news. For one thread."""
         found = self._wanted.wait(seconds)
         self._wanted.clear()
         return found
@@ -124,11 +125,11 @@ class Outbox:
         self._observer.outbox(self._writer, OutboxNews.ASIDE, messages)
 
     def note_mode(self, *, later: bool, why: str) -> None:
-        """Note the mode as the sender has read it, or made it."""
+        """Note the mode as the sender has read it, or set it."""
         self._change(later=later, why=why)
 
     def note_stopped(self, why: str | None) -> None:
-        """Note that the sender stands at a message that Kafka refuses, and why; None if it goes on."""
+        """Note why the sender has stopped at a message that Kafka refuses; None if it goes on."""
         self._state = self._state.with_stop(why)
 
     def note_waiting(self, rows: int, size: int, oldest_s: float | None) -> None:
@@ -150,19 +151,19 @@ class Outbox:
 
     @property
     def state(self) -> OutboxState:
-        """What is known of it. Returns at once."""
+        """What is known of the outbox. Returns at once."""
         return self._state
 
 
 _LOCK_S: Final = 10.0
-"""Limits the wait for the lock on the mode. The last send holds it alone for as long as one small transaction takes."""
+"""Limits the wait for the lock on the mode. The last send holds it exclusively for one small transaction."""
 _MESSAGES_ONLY: Final = (
     "run the work again when Kafka answers; offsets that are kept as rows of the database, in the same block, can wait"
 )
 
 
 class Recipient:
-    """Stands in for the engine of a block whose messages wait: it has what their checks need, and takes none of them."""
+    """Stands in for the engine of a block whose messages wait: it provides what checks need, and accepts no message."""
 
     begun_for_s = 0.0
 
@@ -176,14 +177,14 @@ class Recipient:
         """Any topic will do, until the message is sent."""
 
     def refuse_callback(self) -> None:
-        """As the engine: what a program may do must not depend on the outage."""
+        """As the engine does: an outage must not change what a program may do."""
         if self.bulk:
             raise IllegalStateError("a producer in bulk mode calls no on_delivery", transactional_id=self._id)
 
 
 @dataclass(frozen=True, eq=False)
 class Outboxes:
-    """The part of a writer that the blocks share whose messages may wait. ``known`` is what its process knows of the rows."""
+    """What all blocks share whose messages may wait. ``known`` is what this process knows of the rows."""
 
     writer: str
     setting: Setting
@@ -211,8 +212,8 @@ class MayWait:
         self.setting = setting
         self.way = Way.DIRECT
         self.callback_error: BaseException | None = None
-        self.decision: Decision | None = None  # its number tells whether it was made
-        self.refused = False  # by the rules alone: every server has answered
+        self.decision: Decision | None = None  # its number shows later whether it was committed
+        self.refused = False  # refused by the rules, not by a server
         self._outboxes = outboxes
         self._id = outboxes.writer
         self._monitor: HealthMonitor | None = None
@@ -231,7 +232,7 @@ class MayWait:
         return self._outboxes.limits.fallback_after_s
 
     def waiting_is_in_vain(self) -> bool:
-        """Whether Kafka is known to be silent: then the block need not wait for it until its patience ends."""
+        """Whether Kafka is known to be silent: then the block need not use up its patience."""
         return self._monitor is not None and self._monitor.silence is not None
 
     @property
@@ -252,7 +253,7 @@ class MayWait:
     # Its beginning
 
     def make_ready(self, lane: Lane, monitor: HealthMonitor, timeout_s: float) -> None:
-        """Make the lane ready to send, or at least to wait: as far as the block may need it, and Kafka answers in time."""
+        """Make the lane ready to send if the block may need that and Kafka answers in time; otherwise ready to wait."""
         self._id, self._monitor = lane.transactional_id, monitor
         later = self._outboxes.known.state.later is True
         if self.setting == "never":
@@ -274,13 +275,13 @@ class MayWait:
             self._can_send = True
 
     def pass_gate(self) -> None:
-        """Let a sender that is about to lock the mode go first. Call it before the database's transaction begins."""
+        """Let the sender go first if it is about to lock the mode. Call it before the database transaction begins."""
         if self.setting != "never" and self._outboxes.setting != "always":
             self._outboxes.known.pass_gate()
 
     def look(self, rows: OutboxRows | None, connection: Handle, row: StateRow) -> int | None:
         """Execute the first statement. Returns the row's present incarnation."""
-        assert rows is not None  # the writer's opening has made sure
+        assert rows is not None  # checked when the writer opened
         self._rows = rows
         self._look = rows.read_first(
             connection, row.transactional_id, self._outboxes.writer, namespace=row.namespace, known=row
@@ -288,7 +289,7 @@ class MayWait:
         return self._look.incarnation
 
     def choose(self, connection: Handle, lane: Lane) -> None:
-        """Choose the way of the messages, once the row has named our incarnation. Locks the mode as far as that needs it."""
+        """Choose whether the messages are sent or wait, once the row has named our incarnation. Locks the mode if necessary."""
         always = self._outboxes.setting == "always"
         self.way = way_of(self.setting, self._look.mode, can_send=self._can_send, shared=False, always=always)
         if self.way is Way.SHARE:
@@ -317,7 +318,7 @@ class MayWait:
     def keep(self, message: Sendable) -> Sendable | None:
         """Keep a message. Returns what to send, as long as the block sends directly; None once its messages wait.
 
-        Raises if it can neither wait nor, as Kafka is silent, be sent.
+        Raises if the block's messages wait and this one cannot, or if Kafka would refuse it.
         """
         if isinstance(message, ConsumedOffsets):
             self._cannot = "it has sent consumed offsets, which are a part of its transaction in Kafka"
@@ -354,7 +355,7 @@ class MayWait:
         self._kept.clear()
 
     def _keep_rows(self, columns: MessageColumns) -> None:
-        # Loads Kafka's clients: the same reading of columns as that of the engine which sends them one by one.
+        # Reads the columns just as the engine does that sends them one by one. Loads Kafka's clients.
         from dualwrite.kafka.librdkafka.producer import messages_of  # noqa: PLC0415 - as above
 
         try:
@@ -371,9 +372,9 @@ class MayWait:
         )
 
     def finish(self) -> None:
-        """Take no more messages. Kafka has all of them, undecided, unless they wait.
+        """Take no more messages. Call it once Kafka has all of them, undecided, or they wait.
 
-        Raises what a delivery callback has raised before the block fell back.
+        Raises what a delivery callback raised before the block fell back.
         """
         if self.callback_error is not None:
             raise self.callback_error
@@ -381,7 +382,7 @@ class MayWait:
             self._kept.clear()
 
     def fall_back(self, error: DualWriteError) -> None:
-        """Let the messages wait from now on: Kafka is silent, as this error says. Raises if they cannot."""
+        """Let the messages wait from now on, because Kafka is silent, as ``error`` says. Raises if they cannot."""
         why = self._cannot or self._outboxes.full
         if why is not None:
             raise TransactionAborted(
@@ -400,7 +401,7 @@ class MayWait:
     # Its end
 
     def decide(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
-        """Execute the last statements: turn the mode if need be, raise the count of the lane's row, put the messages."""
+        """Execute the last statements: turn the mode if necessary, raise the count of the lane's row, put the messages."""
         rows, writer = self._own_rows, self._outboxes.writer
         if self.way is Way.TURN:
             self._turn(rows, connection, writer)

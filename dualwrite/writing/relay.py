@@ -5,11 +5,11 @@ is gone, or marked, exactly if its message is in Kafka, whenever the process die
 marked sent before the broker has it, and nothing is sent again behind what came later.
 
 One process sends, any number stand by. They share a lease with one number, as the members of a fleet that has room for one:
-whoever holds it claims the id, which fences its former owner, so that safety rests on the claim alone. A standby beside a
-process that has died takes over at once, elsewhere when its lease has expired.
+whoever holds it claims the id, which fences its former owner, so that safety rests on the claim alone. A standby on the same
+machine as a process that has died takes over at once, elsewhere once its lease has expired.
 
-A round that fails is tried again, for ever, after growing pauses: the sender must not need a person only because Kafka was
-away. A message that Kafka refuses for good is found by halving (:mod:`dualwrite.protocol.outbox`); then it is moved aside, or
+A round that fails is tried again forever, after growing pauses: the sender must not need a person only because Kafka was away.
+A message that Kafka refuses for good is found by halving (:mod:`dualwrite.protocol.outbox`); then it is moved aside, or
 everything waits for it, as configured.
 """
 
@@ -301,7 +301,7 @@ class Relay:
     def _send(self, writer: DualWriter, *, once: bool) -> bool | None:
         """Round after round. Returns whether all is done; False if another process has taken the lease.
 
-        None if somebody has put messages back that were moved aside (``dualwrite outbox replay``): opening the writer anew
+        None if somebody has put messages back that were moved aside (``dualwrite outbox replay``): opening the writer again
         sends them.
         """
         sends, look_at = self._first, now_s() + _LOOK_EVERY_S

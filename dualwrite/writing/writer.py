@@ -59,15 +59,15 @@ SessionT = TypeVar("SessionT", bound="Session")
 class DualWriter(Submitting):
     """Commits Kafka messages and database rows together or not at all.
 
-    The database commit is the decision; Kafka follows it. After any crash, opening a writer of the same transactional id
+    The database commit is the decision; Kafka follows it. After any crash, opening a writer with the same transactional id
     settles what was left behind: committed rows get their messages, everything else is aborted on both sides.
 
     One process at a time owns a transactional id: opening a second writer of that name fences the first. Threads share one
     writer. Each concurrent transaction takes a *lane*, which has its own transactional id (``orders``, ``orders#1``, ...).
 
     Args:
-        transactional_id: Name of this sequence of dual writes: stable over restarts, unique among writers that run at the
-            same time. At most 240 characters, without ``#``.
+        transactional_id: Name of the writer: stable across restarts, unique among writers that run at the same time. At most
+            240 characters, without ``#``.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least. Its ``client.id`` names the owner to people who read
             the row; the default is ``user@host:pid``. Two settings are this library's: ``dualwrite.engine`` (``auto``,
             ``native`` or ``librdkafka``; see `TransactionalProducer`), and ``dualwrite.bulk`` for large transactions: less
@@ -77,18 +77,17 @@ class DualWriter(Submitting):
         outbox: What a block does while Kafka does not answer. ``never``: it is refused, with `Unavailable`. ``fallback``: after
             ``fallback_after_s`` its messages become rows that commit with its own. They are sent once, in their order, when
             Kafka answers, so readers may not see them yet when the block ends: see `Transaction.outbox`. ``always``: messages
-            always become rows, and this process sends them a moment later; this is the shortest call. Only silence makes a
-            block fall back: what Kafka refuses still aborts the block. RocksDB and ZooKeeper have no outbox.
+            always become rows, and this process sends them a moment later; calls are then shortest. Only silence makes a block
+            fall back: what Kafka refuses still aborts the block. RocksDB and ZooKeeper have no outbox.
         limits: The times and counts of the writer, among them ``max_lanes`` and ``timeout_s``: a `WriterLimits`.
         session_factory: Makes the ORM session of ``tx.session``, called with ``bind=connection``.
         serializers: Make the keys and values of ``tx.produce``: ``{"key": ..., "value": ...}``, each ``(object,
-            SerializationContext) -> bytes``, as those of confluent-kafka; or a dictionary with one for each topic that has one.
-            Many threads use them at once.
-        on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found after its
-            block has ended in another way, for instance with `CompletionPending`. The thread that found the loss calls it, and
-            may be about to begin a block. Without ``on_loss``, or if it raises (which is logged), :meth:`close` raises the
-            loss.
-        telemetry: Records spans and metrics: a `Telemetry`. By default one with OpenTelemetry's global providers if the
+            SerializationContext) -> bytes`` like those of confluent-kafka, or a dictionary with one for each topic that has
+            one. Many threads use them at once.
+        on_loss: Called with a `DecidedTransactionLost`, `OutcomeUnverifiable` or `DatabaseWentBack` that is found only after
+            its block has ended, for instance with `CompletionPending`. The thread that found the loss calls it, and may be
+            about to begin another block. Without ``on_loss``, or if it raises (which is logged), :meth:`close` raises the loss.
+        telemetry: A `Telemetry`, which records spans and metrics. The default uses OpenTelemetry's global providers if the
             application has imported OpenTelemetry; without its SDK nothing is recorded.
 
     Raises:
@@ -177,12 +176,12 @@ class DualWriter(Submitting):
         heartbeat_s: float | None = None,
         **settings: Unpack[WriterSettings],
     ) -> DualWriter:
-        """Make a writer for one of any number of processes that run the same code, with a numbered id that it takes on its own.
+        """Make a writer for one of many processes that run the same code. It takes a numbered id by itself.
 
         ``open()`` takes the lowest free id of ``fleet-0``, ``fleet-1``, ...; heartbeats keep it, and ``close()`` gives it back.
-        Live members settle what a dead one left, and its id becomes free. A member that was paused for longer than the
-        lease may find its id taken: dual writes then raise a retryable `TransactionAborted` until it has taken another one. It
-        may be made before a fork and opened in the child.
+        Live members settle what a dead one left, and its id becomes free. A member that was paused for longer than the lease
+        may find its id taken: its dual writes then raise a retryable `TransactionAborted` until it has taken another one. The
+        writer may be made before a fork and opened in the child.
 
         Args:
             fleet: The name that all members share. At most 229 characters, without ``#``. No other writer may use its ids.
@@ -205,22 +204,22 @@ class DualWriter(Submitting):
         and everything that was decided is complete in Kafka.
 
         Args:
-            wait: False returns at once, without asking a server: for processes that must start while Kafka or the database is
-                away. A thread opens the writer, and tries again until it has. Until then a block waits for two seconds at most,
-                no longer than until the first server is found silent, and raises `Unavailable`, which says what is missing
-                since when; :meth:`health` says it, too. What waiting cannot fix (`Fenced`, a lost claim, a
-                `ConfigurationError` without ``may_pass``) ends the attempts: each block raises it. Losses of former owners are
-                reported as ``on_loss`` says.
+            wait: False returns at once, without asking a server, for processes that must start while Kafka or the database is
+                away. A thread then opens the writer, and tries again until it succeeds. Until then a block waits for at most
+                two seconds, and only until an attempt has failed, and raises `Unavailable`, which says what is missing since
+                when; so does :meth:`health`. An error that waiting cannot fix (`Fenced`, a lost claim, a `ConfigurationError`
+                without ``may_pass``) ends the attempts: each block raises it. Losses of former owners go to ``on_loss``.
 
         Raises:
             ConfigurationError: The tables are missing or of another version, the cluster is another one, the database has
                 gone back in time, or a right is missing. Nothing was changed.
             DatabaseWentBack: The database has lost decisions. If it has lost a claim, nothing was changed, and every ``open()``
                 fails until ``dualwrite recover --after-restore``; otherwise it is recorded, and the next ``open()`` succeeds.
-            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided. It is recorded; the next
-                ``open()`` succeeds. Also raised if another process found the loss, but ended before it could report it.
+            DecidedTransactionLost, OutcomeUnverifiable: Kafka does not have what the database decided, or that can no longer be
+                known. It is recorded; the next ``open()`` succeeds. Also raised if another process found the loss, but ended
+                before it could report it.
             Unavailable: A server does not answer.
-            IllegalStateError: The writer is open, or was closed, or was made in another process: before a fork.
+            IllegalStateError: The writer is open, or was closed, or was made in another process, before a fork.
         """
         refuse_fork(self.transactional_id, self._pid)
         if self._connected is not None or self._opening is not None or self._lanes.closed:
@@ -272,7 +271,7 @@ class DualWriter(Submitting):
         self._opening.start()
 
     def _attempt(self) -> tuple[Opened, Sequence[Lane]]:
-        """Try to open. If it raises, nothing that it has made is left."""
+        """Try to open. If it fails, it leaves nothing behind."""
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
             from dualwrite.writing.opening import ask_first  # noqa: PLC0415 - as above
 
@@ -311,13 +310,13 @@ class DualWriter(Submitting):
     def _prepare_sending(self, opened: Opened, first: Lane, deadline: Deadline) -> None:
         """Make the sender of what waits, once the writer is claimed, before its first block.
 
-        A writer of ``never`` looks at no mode in its blocks, and they would overtake what another setting has left waiting: so
-        that is sent here. The blocks of ``always`` count on the mode.
+        The blocks of a writer with ``never`` do not look at the mode, and would overtake what another setting left waiting: so
+        that is sent here. The blocks of ``always`` rely on the mode *later*, which is set here.
         """
         store, name = opened.context.store, self.transactional_id
         if self._outbox == "never" and store.outbox_mode(name) is OutboxMode.DIRECT:
             return
-        # Loaded where messages wait: most writers have none.
+        # Loaded only here: most writers have no messages that wait.
         from dualwrite.writing.outbox import Outbox as News  # noqa: PLC0415 - as above
         from dualwrite.writing.sender import Sender, Sending, send_all  # noqa: PLC0415 - as above
 
@@ -377,20 +376,20 @@ class DualWriter(Submitting):
         """Run one dual write: the block's end commits both sides, an exception in the block aborts both.
 
         Args:
-            connection: A connection of the engine, not inside a transaction; of psycopg 3 with ``autocommit=False``; or
-                ``django.db.connection``, outside of ``atomic()``, which the block then stands for. One is taken from the engine
-                if not given. The library checks once for each connection that it leads to the writer's database. After
+            connection: A connection of the engine, not inside a transaction; one of psycopg 3 with ``autocommit=False``; or
+                ``django.db.connection``, outside of ``atomic()``, which the block then replaces. By default one is taken from
+                the engine. The library checks once for each connection that it leads to the writer's database. After
                 `TransactionInDoubt` it is closed.
-            outbox: For this block in place of the writer's setting, if that is not ``never``. ``always``: its messages become
-                rows. ``never``: the block is refused while messages of the writer wait, which come first, and does not fall
-                back.
+            outbox: Replaces the writer's setting for this block, if that is not ``never``. ``always``: its messages become
+                rows. ``never``: the block does not fall back, and is refused while messages of the writer wait, which come
+                first.
 
         Returns:
             A context manager, which gives the transaction; it is usable until the block ends.
 
         Raises:
-            TransactionAborted: Neither side changed. Also raised when a deadlock or a serialization failure of a statement
-                leaves the block; it is the cause.
+            TransactionAborted: Neither side changed. Also raised, with the cause, if a deadlock or a serialization failure of a
+                statement leaves the block.
             Fenced: Another owner took over; neither side changed.
             TransactionInDoubt: The database's answer is missing. Do not run the work again.
             CompletionPending: The rows of this block are committed. Do not run the work again: settling completes the messages,
@@ -419,16 +418,17 @@ class DualWriter(Submitting):
     ) -> BoundSessions:
         """Let the sessions of a factory produce messages that commit with their rows.
 
-        Its sessions need no change. One that produces through the result joins a dual write of this open writer; the others are
-        left alone. Bind a factory once, and use the result in every thread.
+        The sessions need no change. A session that produces through the result joins a dual write of this open writer; the
+        others are left alone. Bind a factory once, and use the result in every thread.
 
         Args:
             sessions: A ``sessionmaker``, a ``scoped_session`` of one (Flask-SQLAlchemy's ``db.session``), or a class
-                (SQLModel's ``Session``). Its sessions lead to the writer's database, and to no other in the same transaction.
+                (SQLModel's ``Session``). Its sessions must lead to the writer's database, and to no other in the same
+                transaction.
             outbox: For the dual writes of these sessions, as for :meth:`transaction`.
 
         Raises:
-            ConfigurationError: Its sessions are asynchronous or in two-phase mode, or it is no such factory.
+            ConfigurationError: Its sessions are asynchronous or in two-phase mode, or it is not such a factory.
         """
         from dualwrite.writing.sessions import BoundSessions  # noqa: PLC0415 - the ORM is large, and loaded where it is used
 
@@ -448,7 +448,7 @@ class DualWriter(Submitting):
         *,
         outbox: Outbox | None = None,
     ) -> AbstractContextManager[Transaction]:
-        """One dual write: in a transaction of its own, or in the one that the connection is in, with that store."""
+        """One dual write: in a transaction of its own or, with the store ``joined``, in the connection's transaction."""
         return WriterBlock(self._ground, connection, joined, outbox=outbox)
 
     _uncompared = False
@@ -472,7 +472,7 @@ class DualWriter(Submitting):
 
         If the database or Kafka did not answer last, both are asked in the background, at most once a second.
         """
-        # Lanes are there from the end of open() to the beginning of close().
+        # Lanes exist from the end of open() to the beginning of close().
         is_open = len(self._lanes) > 0 and not self._lanes.closed and os.getpid() == self._pid
         known = self._monitor.health(
             self._lanes,
@@ -492,13 +492,13 @@ class DualWriter(Submitting):
     def close(self) -> None:
         """Finish running transactions and units, settle and record what is left, and disconnect. May be called more than once.
 
-        Transactions that have not ended after ``timeout_s``, and all that cannot be settled within seconds, are left to the
-        next settler. In a forked process it does nothing: the connections are the parent's.
+        Leaves transactions that have not ended after ``timeout_s``, and whatever cannot be settled within seconds, to the next
+        settler. In a forked process it does nothing: the connections are the parent's.
 
         Raises:
             DatabaseWentBack, DecidedTransactionLost, OutcomeUnverifiable: A loss that only the log has reported: ``on_loss``
                 was not given, or has failed. It is recorded.
-            Unavailable: The database does not take the record that all is complete; the next opening proves it by the log.
+            Unavailable: The database could not record that everything is complete; the next opening proves it from the log.
         """
         if os.getpid() != self._pid:
             return

@@ -49,12 +49,12 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
     """Write a DataFrame into a database table and a Kafka topic: each partition on both sides or on neither.
 
     After any failure, call it again with the same batch id until it returns: partitions that are already written are skipped.
-    This needs the same partitions each time: the same rows in the partition of the same number. A DataFrame whose plan Spark
-    knows to be nondeterministic is refused. Before anything is written, the number of partitions, and the rows of partitions
+    This needs the same partitions each time: the same rows in the partition of the same number. A DataFrame is refused if Spark
+    knows that its plan is nondeterministic. Before anything is written, the number of partitions, and the rows of partitions
     already written, are compared with the ledger's record.
 
     Args:
-        df: The rows to write. Its lineage runs again when a partition is retried.
+        df: The rows to write. Spark computes a partition again when it is retried.
         batch_id: Names the batch within the sink.
         settings: The sink's settings (see :class:`SinkOptions`): ``sink``, ``kafka``, ``url``, ``topic``, ``table``, ``key``...
 
@@ -63,16 +63,16 @@ def write_batch(df: DataFrame, *, batch_id: str, **settings: Unpack[SinkSettings
 
     Raises:
         ConfigurationError: A setting, a column, the table, the topic or a right does not fit; the DataFrame may give other
-            rows when it is computed again; or the batch was begun for another destination, or is written in part with another
+            rows when it is computed again; or the batch was begun for another destination, or partly written with another
             number of partitions. This call wrote no row.
         DecidedTransactionLost, OutcomeUnverifiable: Rows are in the database, and Kafka aborted their messages, or the
             outcome cannot be verified. The loss is recorded.
         Unavailable: A server does not answer. Run the batch again.
         CompletionPending: All is committed in the database, and a server does not answer: run the batch again, which completes
             Kafka's part. At the broker's time limit its messages would be lost.
-        JobFailed: Tasks failed, found other rows than those written earlier, or the job was cancelled. Its first line says
-            why, its second line which partitions are written: these stay. Run the batch again. No task of this call can write
-            any more, unless the error says otherwise.
+        JobFailed: Tasks failed or found other rows than those written earlier, or the job was cancelled. Its first line says
+            why, its second line which partitions are written; these stay written. Run the batch again. No task of this call can
+            still write, unless the error says otherwise.
         pyspark.errors.PySparkException, py4j.protocol.Py4JJavaError: Spark could not plan the batch, or compute what its plan
             depends on. This call wrote no row.
     """
@@ -103,8 +103,8 @@ def _write(
         if not options.allow_nondeterministic:
             require_deterministic(df)
         reports = rows.mapInArrow(task.run_arrow, REPORT_SCHEMA).rdd
-        # Through the RDD: adaptive execution may choose another number of partitions for every query. Here the shuffles run
-        # now, and the same plan then runs to its end.
+        # By the RDD, because adaptive execution may choose another number of partitions for each query. This runs the shuffles
+        # now; the same plan then runs to its end.
         partition_count = reports.getNumPartitions()
         if not options.allow_nondeterministic:
             require_deterministic(df, reports)
@@ -131,9 +131,9 @@ def _warn(name: str, what: str, partition_count: int, written: int, remedy: str 
 
 
 def _run(reports: RDD[Row], partitions: Sequence[int]) -> list[PartitionReport]:
-    """Run the tasks of some partitions. Tasks of partitions already written compare their rows, and fail if they differ."""
+    """Run the tasks of some partitions. Tasks of written partitions compare the rows, and fail if they differ."""
     if len(partitions) == reports.getNumPartitions():
-        rows = reports.collect()  # without one more Python worker for each task
+        rows = reports.collect()  # needs no second Python worker for each task
     else:
         rows = reports.context.runJob(reports, list, partitions) if partitions else []
     return [PartitionReport(**row.asDict()) for row in rows]
@@ -144,18 +144,18 @@ def foreach_partition(
 ) -> Callable[[Iterator[Row]], None]:
     """Return a function for ``df.foreachPartition`` that writes each partition on both sides or on neither.
 
-    Call this on the driver before each run: it checks everything, settles the leftovers of earlier runs, and records the
-    number of partitions. Slower than :func:`write_batch`, because rows travel to Python one by one. Nothing settles at the
-    end: leftovers of tasks that failed wait for the next run, or for ``dualwrite recover``. A task whose rows are committed and
-    whose messages are not fails, so that its next attempt completes them.
+    Call this on the driver before each run: it checks everything, settles the leftovers of earlier runs, and records the number
+    of partitions. It is slower than :func:`write_batch`, because rows travel to Python one by one. Nothing settles at the end:
+    leftovers of failed tasks wait for the next run, or for ``dualwrite recover``. A task whose rows are committed and whose
+    messages are not fails, so that its next attempt completes them.
 
     Args:
         df: The DataFrame that the function will be used on.
         batch_id: Names the batch within the sink.
         settings: As for :func:`write_batch`.
 
-    The rows of skipped partitions are not compared with those written earlier: only `write_batch` does that. If the batch
-    has several partitions, a warning says so.
+    Only `write_batch` compares the rows of skipped partitions with those written earlier. If the batch has several partitions,
+    a warning says so.
 
     Returns:
         The function. It holds the settings, pickles, and may be used several times with the same DataFrame.
@@ -199,8 +199,8 @@ def foreach_batch(**settings: Unpack[SinkSettings]) -> Callable[[DataFrame, int]
         settings: As for :func:`write_batch`.
 
     Returns:
-        The function. It raises what :func:`write_batch` raises. In a stream, which shows an error's text only, its errors
-        have no cause: that is in the driver's log, as is Spark's exception behind :class:`JobFailed`.
+        The function. It raises what :func:`write_batch` raises. A stream shows only an error's text, so there the errors have
+        no cause: the driver's log has it, as it has Spark's exception behind :class:`JobFailed`.
 
     Raises:
         ConfigurationError: A setting is missing or wrong.
@@ -242,9 +242,9 @@ def write_many(
 ) -> BatchReport:
     """Write into several tables and topics in one batch: all of it or nothing, and once.
 
-    All rows become durable, and visible, by one commit of the database; Kafka's part follows it, as for
-    ``format("dualwrite")``. After any failure, call it again with the same batch id until it returns. The DataFrames may then
-    have other partitions and other rows: nothing of a batch that was not decided is left.
+    One commit of the database makes all rows durable and visible; Kafka's part follows, as for ``format("dualwrite")``. After
+    any failure, call it again with the same batch id until it returns. The DataFrames may then have other partitions and other
+    rows: an undecided batch leaves nothing behind.
 
     Args:
         parts: Pairs of a DataFrame and the settings of its target: ``[(orders, {"table": "orders", "topic": "orders"}),
@@ -253,15 +253,14 @@ def write_many(
         tag_column: A string column of the one DataFrame that marks each row's target.
         targets: With `tag_column`, the settings of each target by its tag. By default a target takes the DataFrame's columns
             that its table has.
-        settings: Those of :class:`SinkOptions` for the batch: ``sink``, ``kafka``, ``url``...; and those of targets for all of
-            them, unless a target has its own. The tables are filled in the order of their targets: name first what others
-            refer to.
+        settings: Those of :class:`SinkOptions` for the batch (``sink``, ``kafka``, ``url``...), and defaults for all targets.
+            The tables are filled in the order of their targets: list first the tables that others refer to.
 
     Returns:
         A report. On return the whole batch is committed in the database and complete in Kafka.
 
     Raises:
-        ConfigurationError: A setting, a column, a table, a topic or a right does not fit, or a table is there twice; or the
+        ConfigurationError: A setting, a column, a table, a topic or a right does not fit, or a table appears twice; or the
             batch was written to other tables or topics, or partition by partition. Nothing is written.
         TransactionAborted, Fenced: Nothing is written: a table refuses rows, or another run of the batch has begun.
         TransactionInDoubt, Unavailable: A server does not answer. Run the batch again.
@@ -288,14 +287,14 @@ def foreach_many(
     A micro-batch is named as by :func:`foreach_batch`: by the query's id, which the checkpoint keeps, and its number.
 
     Args:
-        split: Makes the pairs of :func:`write_many` from the micro-batch. Or give `tag_column` and `targets`, by which the
-            micro-batch is computed once; pairs compute it once for each.
+        split: Makes the pairs of :func:`write_many` from the micro-batch, which is then computed once for each pair. Or give
+            `tag_column` and `targets`: then it is computed once.
         tag_column: As for :func:`write_many`.
         targets: Likewise.
         settings: Likewise.
 
     Returns:
-        The function. It raises what :func:`write_many` raises; in a stream, without a cause, as that of :func:`foreach_batch`.
+        The function. It raises what :func:`write_many` raises; in a stream, without a cause, as for :func:`foreach_batch`.
 
     Raises:
         ConfigurationError: Neither `split` nor `tag_column` is given, or both are.
@@ -362,7 +361,7 @@ _PREPARED_SCHEMA: Final = f"{_PREPARED} binary"
 
 @dataclass(frozen=True)
 class Asked:
-    """What a caller asks for: DataFrames, each with one target; or, with `tag_column`, one DataFrame and its targets."""
+    """What a caller asks for: DataFrames with one target each or, with `tag_column`, one DataFrame and its targets."""
 
     frames: tuple[DataFrame, ...]
     targets: tuple[tuple[str | None, SinkOptions], ...]
@@ -370,7 +369,7 @@ class Asked:
 
     @classmethod
     def of_frames(cls, parts: object, common: Mapping[str, object]) -> Asked:
-        """A list of pairs of a DataFrame and its target's settings."""
+        """From a list of pairs: a DataFrame, and its target's settings."""
         if not isinstance(parts, Sequence) or not parts:
             raise ConfigurationError(
                 "there is nothing to write", next_step="give a list of pairs: [(df, {'table': ..., 'topic': ...}), ...]"
@@ -389,7 +388,7 @@ class Asked:
 
     @classmethod
     def of_tags(cls, df: DataFrame, tag_column: str, targets: object, common: Mapping[str, object]) -> Asked:
-        """One DataFrame whose column `tag_column` names the target of each row."""
+        """From one DataFrame whose column `tag_column` names the target of each row."""
         if not isinstance(targets, Mapping) or not targets:
             raise ConfigurationError(
                 "tag_column needs targets", next_step="map each tag to its settings: {'order': {'table': ...}, ...}"
@@ -410,7 +409,7 @@ class Asked:
 class ManyTask:
     """The work of the tasks of one DataFrame; pickled, and run once for each attempt at each partition.
 
-    `number` is that of its only target; with `tag`, the column of that number names each row's target.
+    `number` is the number of its only target. With `tag`, that column names each row's target instead.
     """
 
     options: SinkOptions
@@ -447,7 +446,7 @@ class ManyTask:
 
 
 def write_asked(asked: Asked, batch_id: str, sources: str | None, *, streaming: bool = False) -> BatchReport:
-    """Write all that is asked for, or nothing; see :func:`~dualwrite.sinks.spark.write_many`."""
+    """Write everything that is asked for, or nothing; see :func:`~dualwrite.sinks.spark.write_many`."""
     options, began_s = asked.targets[0][1], now_s()
     context = asked.frames[0].sparkSession.sparkContext
     jobs = SparkJobs(context)
@@ -505,7 +504,7 @@ def _union(left: DataFrame, right: DataFrame) -> DataFrame:
 
 
 def _give_up(batch: WholeBatch, targets: Sequence[Target], jobs: SparkJobs, timeout_s: float) -> None:
-    """Fence the tasks, wait until none runs, and undo what they have prepared. What cannot be settled, the next run does."""
+    """Fence the tasks, wait until none runs, and undo what they have prepared. Leaves the rest to the next run."""
     for end_jobs in (True, False):
         try:
             batch.give_up(targets)

@@ -636,7 +636,7 @@ def _refuse_for_target(setting: str, name: str) -> None:
         raise ConfigurationError(
             f"{name}: {setting} ({option}) is for the batch, and not for one of its targets: they share one database, one "
             "cluster and one decision",
-            next_step="give it beside the targets",
+            next_step="give it next to the targets",
         )
     known = {one: one for one in TARGET_SETTINGS}
     every = f"a target's settings are {', '.join(known)}"

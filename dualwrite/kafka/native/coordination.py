@@ -246,12 +246,13 @@ def attempts(
 ) -> Sequence[Attempt]:
     """The attempts, in their order. ``broker_maximum_ms`` is None if it cannot be read.
 
-    ``two_phase_commit`` is True if the user requires it, False if the user forbids it. A timeout beside it is refused.
+    ``two_phase_commit`` is True if the user requires it, False if the user forbids it. A timeout together with it is refused.
     """
     if two_phase_commit:
         if requested_ms is not None:
             raise ConfigurationError(
-                f"a transaction timeout has no effect beside {TWO_PHASE_COMMIT}=true", next_step="leave one of them out"
+                f"a transaction timeout has no effect together with {TWO_PHASE_COMMIT}=true",
+                next_step="leave one of them out",
             )
         return [_TWO_PHASE]
     chosen = Attempt(choose_transaction_timeout_ms(requested_ms, broker_maximum_ms, greatest_ms=NEVER_MS))

@@ -3,7 +3,7 @@
 It speaks Kafka's protocol itself (transaction version 2), so it knows the identity of each transaction, reports its
 deliveries and statistics, and maps what stopped it to our errors.
 
-The engine's rules, beside those of the port:
+The engine's rules, in addition to those of the port:
 
 - ``InitProducerId`` is the one request that could hit a later transaction: without an answer to it the producer is doubtful.
 - ``EndTxn`` names its transaction, so it is sent again until it is answered. The answer names the next transaction.
@@ -184,7 +184,8 @@ class NativeInstance(ProducerEngine):
     def begin(self) -> None:
         """Begin a transaction. Nothing is sent.
 
-        So an interruption may come between any two lines: before the machine moves, the next call begins anew; after that there
+        So an interruption may come between any two lines: before the machine moves, the next call starts again; after that
+            there
         is a transaction, which an abort ends.
         """
         if self.pending_end is not None:

@@ -144,7 +144,7 @@ class Operations:
         if self.size + size > self._limit:
             raise ConfigurationError(
                 f"the operations of this dual write would take {self.size + size} bytes with {named}, and {self._limit} fit "
-                "into a request beside the decision (jute.maxbuffer)",
+                "into a request with the decision (jute.maxbuffer)",
                 next_step="write less in one dual write; if every server has a greater limit, pass it as jute_maxbuffer=",
             )
         self.size += size

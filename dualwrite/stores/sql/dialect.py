@@ -104,7 +104,7 @@ class Dialect(ABC):
         return None
 
     def start_columns(self) -> Sequence[ColumnElement[object]]:
-        """Columns that a dual write's first statement reads beside the incarnation; may configure the transaction."""
+        """Columns that a dual write's first statement reads besides the incarnation; may configure the transaction."""
         return ()
 
     def check_start(self, connection: Connection, values: Sequence[object]) -> None:

@@ -137,7 +137,7 @@ class Leases:
         raise Unavailable(f"could not get a lease of fleet {self.fleet!r}: too many members are asking at once")
 
     def _taken_earlier(self, connection: Connection, owner: str, timeout_s: float) -> str | None:
-        """The id that the owner has taken by an earlier attempt, whose answer was lost: its time begins anew."""
+        """The id that the owner took in an earlier attempt, whose answer was lost: its time starts again."""
         lease = self._lease
         mine = select(lease.c.transactional_id).where(self._of_fleet, lease.c.owner == owner)
         name: str | None = connection.scalar(mine.order_by(lease.c.number).limit(1))

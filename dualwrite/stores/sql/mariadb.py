@@ -130,7 +130,7 @@ class _Costly(NamedTuple):
 
 
 def _asked(connection: Connection, tables: Tables | None) -> tuple[Sequence[object], _Costly]:
-    """The values of :data:`FACTS` and :data:`_MORE_FACTS`; with the tables, the costly ones beside them, in one statement."""
+    """The values of :data:`FACTS` and :data:`_MORE_FACTS`; with the tables, the costly ones, too, in one statement."""
     columns = [*FACTS, *_MORE_FACTS]
     if tables is None:
         return connection.execute(select(*map(literal_column, columns))).one(), _Costly({}, is_replica=False)
@@ -515,7 +515,7 @@ class MariaDB(Dialect):
 
 _SURELY_FIT: Final = 400_000
 _BESIDE: Final = 4096
-"""More than an INSERT takes beside the bytes of a message."""
+"""More than an INSERT takes in addition to the bytes of a message."""
 
 
 def _require_room(connection: Connection, put: Put) -> None:

@@ -433,7 +433,7 @@ class History:
         self._own = ShortTransactions(engine, self._dialect, self._tables)
 
     def begin(self, intents: Sequence[Intent]) -> None:
-        """Store what is about to be done. One whose id is there already begins anew: it has no outcome any more."""
+        """Store what is about to be done. An action with the same id begins again, without an outcome."""
         action = self._action
 
         def work(connection: Connection) -> None:

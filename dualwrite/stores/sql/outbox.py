@@ -179,7 +179,7 @@ class SqlOutbox:
         mode = tables.mode
         named = mode.c.writer == bindparam("writer_")
         # Blocks that share the lock and want to turn the mode would wait for each other, if only one could have the lock that
-        # turns it beside all shares. MariaDB has no such lock: it ends one of them.
+        # turns it despite all shares. MariaDB has no such lock: it ends one of them.
         self._share = CompiledOnce(select(mode.c.mode).where(named).with_for_update(read=True, key_share=True))
         self._lock_to_turn = CompiledOnce(select(mode.c.mode).where(named).with_for_update(key_share=True))
         self._lock = CompiledOnce(select(mode.c.mode).where(named).with_for_update())

@@ -462,7 +462,7 @@ def trigger_sql(engine: Engine, table: OutboxTable) -> str:
 class Listener:
     """Waits until the table's trigger tells of new rows, on a connection of its own; without one, for as long as it is told.
 
-    A lost connection is made anew with the next wait. Used by one thread.
+    The next wait replaces a lost connection. Used by one thread.
     """
 
     def __init__(self, engine: Engine, channel: str) -> None:

@@ -234,7 +234,7 @@ def binaries(directory: Path) -> Path:
     package = Path(spec.origin).parent
     if unprivileged_user() is None or _open_to_everybody(package / INSTALLATION / "bin"):
         return package / INSTALLATION / "bin"
-    libraries = package.with_name(f"{WHEEL}.libs")  # the binaries look for these beside their package
+    libraries = package.with_name(f"{WHEEL}.libs")  # the binaries look for these next to their package
     own = directory / package.name
     own.mkdir(mode=0o755)
     for source, target in ((package / INSTALLATION, own / INSTALLATION), (libraries, directory / libraries.name)):

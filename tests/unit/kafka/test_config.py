@@ -412,7 +412,7 @@ def test_two_phase_commit_has_kips_name_and_excludes_a_time_limit():
     assert key not in parse({key: "false"}).librdkafka(), "librdkafka does not know it"
     with pytest.raises(ConfigurationError, match="is not true or false"):
         parse({key: "yes"})
-    with pytest.raises(ConfigurationError, match="no effect beside"):
+    with pytest.raises(ConfigurationError, match="no effect together with"):
         parse({key: "true", "transaction.timeout.ms": 60_000})
 
 

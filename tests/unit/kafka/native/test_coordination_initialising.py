@@ -51,7 +51,7 @@ def test_a_timeout_that_the_broker_refuses_is_refused_at_once(requested, maximum
 def test_two_phase_commit_is_the_only_attempt_if_required_and_none_if_forbidden(maximum, without):
     assert attempts(None, maximum, two_phase_commit=True) == [TWO_PHASE]
     assert attempts(None, maximum, two_phase_commit=False) == without
-    with pytest.raises(ConfigurationError, match="no effect beside"):
+    with pytest.raises(ConfigurationError, match="no effect together with"):
         attempts(60_000, maximum, two_phase_commit=True)
 
 
