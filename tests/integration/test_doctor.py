@@ -421,7 +421,7 @@ def test_a_healthy_mariadb_has_nothing_to_mend(mariadb):
 
 
 @pytest.mark.parametrize(
-    ("plant", "mend", "check", "status"),
+    ("plant", "repair", "check", "status"),
     [
         (
             "SET GLOBAL innodb_flush_log_at_trx_commit = 2",
@@ -441,7 +441,7 @@ def test_a_healthy_mariadb_has_nothing_to_mend(mariadb):
         ("XA START 'left'; XA END 'left'; XA PREPARE 'left'", "XA ROLLBACK 'left'", "prepared transactions", WARNING),
     ],
 )
-def test_what_is_wrong_with_mariadb_is_found(mariadb, plant, mend, check, status):
+def test_what_is_wrong_with_mariadb_is_found(mariadb, plant, repair, check, status):
     engine = create_engine(mariadb, isolation_level="AUTOCOMMIT")
     with engine.connect() as connection:
         for statement in plant.split("; "):
@@ -449,7 +449,7 @@ def test_what_is_wrong_with_mariadb_is_found(mariadb, plant, mend, check, status
         try:
             assert of_database(mariadb)[check].status is status
         finally:
-            connection.exec_driver_sql(mend)
+            connection.exec_driver_sql(repair)
     engine.dispose()
     assert of_database(mariadb).get(check) is None or of_database(mariadb)[check].status is OK
 

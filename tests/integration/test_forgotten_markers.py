@@ -258,10 +258,10 @@ def test_an_owner_aborts_nothing_before_it_knows_that_its_commit_has_ended(stage
 
 def test_an_owner_decides_nothing_before_it_knows_that_its_commit_has_ended(stages):
     stage = stages["writes-next"]
-    mended = []
-    with failpoints.watched(lambda point: mended.append(stage.hanging()) if point == "write.produced" else None):
+    fixed = []
+    with failpoints.watched(lambda point: fixed.append(stage.hanging()) if point == "write.produced" else None):
         stage.write("b")
-    assert mended[0] == []
+    assert fixed[0] == []
     assert stage.visible() == {"a/0", "a/1", "b/0", "b/1"}
 
 

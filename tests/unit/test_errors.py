@@ -17,14 +17,14 @@ def all_errors(kind=DualWriteError):
 
 @pytest.mark.parametrize("kind", list(all_errors()))
 def test_errors_pickle_whole(kind):
-    error = kind("it broke", transactional_id="orders", next_step="mend it")
+    error = kind("it broke", transactional_id="orders", next_step="fix it")
     if hasattr(error, "retryable"):
         error.retryable = False
     if hasattr(error, "state"):
         error.state = "42:0"
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is kind
-    assert str(back) == str(error) == "orders: it broke (mend it)"
+    assert str(back) == str(error) == "orders: it broke (fix it)"
     assert vars(back) == vars(error)
 
 

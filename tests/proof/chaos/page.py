@@ -130,7 +130,7 @@ def render(figures: Mapping[str, Any]) -> str:
         *units_page.section(),
         *databases({kind: figures[kind] for kind in KINDS_SHOWN}),
         *_spark(),
-        *_mended(),
+        *_fixed(),
         *_limits(),
     ]
     return "\n".join(parts)
@@ -294,11 +294,11 @@ def _wrong(findings: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
 
 
-def _mended() -> list[str]:
+def _fixed() -> list[str]:
     return [
         "## What earlier runs have found",
         "",
-        "Mended since, each with a test.",
+        "Fixed since, each with a test.",
         "",
         "- A broker that is killed between the answer to a commit and its markers takes the transaction for complete without "
         "them after its restart ([KAFKA-20734](limits.md#markers-that-a-broker-forgets)): in 10,421 kills one operation lost "

@@ -261,7 +261,7 @@ def _findings(results: Mapping[EngineName, Mapping[str, Any]]) -> list[str]:
         "",
         *(found or ["None in these runs."]),
         "",
-        "Found by earlier ones, and mended, each with a test:",
+        "Found by earlier ones, and fixed, each with a test:",
         "",
         "- A producer's initialisation whose connection broke was sent again by librdkafka within milliseconds, not after "
         "`retry.backoff.ms`. Its first copy, when it came late, aborted a transaction that was decided: a loss, told and "

@@ -63,7 +63,7 @@ def told(runs: Iterable[Run]) -> str:
         still = set(again[-1].failed)
         passed = [name for name in first.failed if name not in still]
         sentences.append(
-            f"Alone, {len(passed)} of the {len(first.failed)} passed; each is a test, or a product, to mend:"
+            f"Alone, {len(passed)} of the {len(first.failed)} passed; each is a test, or a product, to fix:"
         )
         sentences.append(", ".join(passed) + ".")
     return " ".join(sentences)

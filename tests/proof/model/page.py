@@ -1,7 +1,7 @@
 """The report: ``python -m model.page RESULTS...`` takes the results of runs, adds them up, and writes the page.
 
 Without results it writes the page again from the figures that the repository keeps; after ``--more`` results are added to
-these. Give it runs whose seeds do not overlap, except for a seed that has run again once its finding was mended.
+these. Give it runs whose seeds do not overlap, except for a seed that has run again once its finding was fixed.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "runs": [{name: run[name] for name in (*about, "stopped")} for run in runs],
         "schedules": sum(run["schedules"] for run in runs),
         "findings": [finding for finding in found if not _ran_well_since(finding["seed"], runs)],
-        "mended": sorted({finding["seed"] for finding in found if _ran_well_since(finding["seed"], runs)}),
+        "fixed": sorted({finding["seed"] for finding in found if _ran_well_since(finding["seed"], runs)}),
     }
     for name in ("happened", "passed", "told"):
         total[name] = sum((Counter(run[name]) for run in runs), Counter())
@@ -215,7 +215,7 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def added(kept: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
     """The figures of the page, of what is kept and of more runs."""
     total: dict[str, Any] = {name: kept[name] + more[name] for name in ("runs", "schedules", "findings")}
-    total["mended"] = sorted({*kept.get("mended", ()), *more["mended"]})
+    total["fixed"] = sorted({*kept.get("fixed", ()), *more["fixed"]})
     for name in ("happened", "passed", "told"):
         total[name] = Counter(kept[name]) + Counter(more[name])
     total["places"] = {kind: Counter(kept["places"][kind]) + Counter(more["places"][kind]) for kind in _PLACES}
@@ -239,7 +239,7 @@ def render(figures: Mapping[str, Any], tasks: Mapping[str, Any] | None = None) -
             f"**{figures['schedules']:,} schedules**, {happened['calls served']:,} requests and statements, "
             f"{happened['kills']:,} killed processes, {happened['late requests']:,} requests that came late: "
             f"**{len(figures['findings'])}** findings.",
-            *_mended(figures.get("mended", ())),
+            *_fixed(figures.get("fixed", ())),
             "",
             "| run | date (UTC) | seeds | schedules | a second | minutes | machine |",
             "|---|---|---|--:|--:|--:|---|",
@@ -296,16 +296,16 @@ def _tasks(run: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _mended(seeds: Sequence[int]) -> list[str]:
+def _fixed(seeds: Sequence[int]) -> list[str]:
     if not seeds:
         return []
     named = " and ".join(f"{seed:,}" for seed in seeds)
     if len(seeds) == 1:
         return [
-            f"On the way, a finding ended the run (seed {named}). It is mended, and the seed has run again without it."
+            f"On the way, a finding ended the run (seed {named}). It is fixed, and the seed has run again without it."
         ]
     return [
-        f"On the way, findings ended runs (seeds {named}). They are mended, and the seeds have run again without them."
+        f"On the way, findings ended runs (seeds {named}). They are fixed, and the seeds have run again without them."
     ]
 
 

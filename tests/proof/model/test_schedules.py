@@ -21,7 +21,7 @@ def _quiet():
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.stem)
-def test_what_was_found_once_is_mended(path):
+def test_what_was_found_once_is_fixed(path):
     world = run_lines(text_lines(path.read_text(encoding="utf-8")))
     assert not world.counts["undecided transactions ended by an operator"]
 

@@ -178,9 +178,9 @@ def test_many_old_versions_of_rows_are_found(kept, status):
 
 def test_start_up_raises_the_first_error_and_lets_warnings_pass():
     check = Check("database", "a", "why")
-    refuse(check.ok("fine"), check.warning("weak", "mend"))
+    refuse(check.ok("fine"), check.warning("weak", "fix"))
     with pytest.raises(ConfigurationError, match="wrong: why"):
-        refuse(check.warning("weak", "mend"), check.error("wrong", "mend"), check.error("later", "mend"))
+        refuse(check.warning("weak", "fix"), check.error("wrong", "fix"), check.error("later", "fix"))
 
 
 def test_a_database_that_is_away_is_an_error_with_the_reason():

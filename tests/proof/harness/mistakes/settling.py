@@ -167,7 +167,7 @@ def never_looks_back(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "proof/model/test_schedules.py::test_what_was_found_once_is_mended[late_partitions_then_a_second_commit]",
+        "proof/model/test_schedules.py::test_what_was_found_once_is_fixed[late_partitions_then_a_second_commit]",
         "a false alarm: DatabaseWentBack",
     )
 )
@@ -197,7 +197,7 @@ def recorded_taken_for_told(patch: pytest.MonkeyPatch) -> None:
 
 @mistake(
     Check(
-        "proof/model/test_schedules.py::test_what_was_found_once_is_mended[loss_recorded_while_a_partition_had_no_leader]",
+        "proof/model/test_schedules.py::test_what_was_found_once_is_fixed[loss_recorded_while_a_partition_had_no_leader]",
         "held back",
     )
 )

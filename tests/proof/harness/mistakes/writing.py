@@ -251,7 +251,7 @@ def closing_compares_nothing(patch: pytest.MonkeyPatch) -> None:
         "assert",
     ),
     Check(
-        "proof/model/test_schedules.py::test_what_was_found_once_is_mended[suspended_leader_then_closed_while_settling_fails]",
+        "proof/model/test_schedules.py::test_what_was_found_once_is_fixed[suspended_leader_then_closed_while_settling_fails]",
         "held back",
     ),
 )
