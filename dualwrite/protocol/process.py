@@ -391,7 +391,8 @@ class Health:
         outbox_rows: How many messages wait, as of the last count; while any wait, they are counted about once a second.
         outbox_bytes: The bytes of their keys, values and headers.
         outbox_oldest_s: For how long the oldest of them has waited, in seconds; 0 if none does.
-        outbox_stopped: Why Kafka refuses a message for good, so that no other is sent; None if it does not.
+        outbox_stopped: Why no message is sent until a person acts: Kafka refuses one for good, or the database has lost a
+            commit, so that messages that were sent may wait again. None otherwise.
         outbox_full: Which bound of `WriterLimits` is reached, so that no more may wait; None if none is.
         unreported_losses: The number of losses that only the log has reported; see ``on_loss``.
         max_lanes: The maximum number of lanes that dual writes use at a time.

@@ -95,6 +95,7 @@ class Lane:
         self._fenced = False
         self._asking_for = ""
         self._unanswered: tuple[float, str] | None = None
+        self.lost_decision: str | None = None  # how the row has shown that the database has lost one
         self.heard_s = 0.0  # when Kafka last answered a question of the lane, outside of a block's dual write
 
     @property
@@ -567,6 +568,8 @@ class Lane:
 
     def record_forgotten(self, error: DatabaseWentBack) -> None:
         """Record the decision that the database has lost. Kafka has its messages."""
+        if error.state is not None:
+            self.lost_decision = error.what
         self._losses.record_forgotten(self.row, error)
 
     def discard(self) -> None:

@@ -100,12 +100,16 @@ class NotLocked(Exception):
     """The lock on the mode was not free in time."""
 
 
+class WentBack(Exception):
+    """The database has lost a send: rows that were sent may wait again."""
+
+
 class Sending:
     """Sends what waits of one writer, one dual write after another. Used by one thread at a time.
 
     ``lane`` is the writer's ``#outbox``, which nobody else uses; ``when_refused`` says what becomes of a refused message;
     ``turns_back`` whether the last send sets the mode back to direct. ``sent`` counts the messages since the mode was direct,
-    ``sent_before`` those until it last became so; ``stopped`` says why it stands at a refused message, if it does.
+    ``sent_before`` those until it last became so; ``stopped`` says why it sends no more, if it does not.
     """
 
     def __init__(
@@ -176,11 +180,17 @@ class Sending:
 
         That is when the mode is direct, or nothing waits and the mode stays *later*. Raises what a dual write raises; a message
         that Kafka refuses is taken care of instead. Call it again after any error but `Fenced`.
+
+        Once the database has lost a send, nothing is sent any more: what was sent waits again, and no row shows which it is.
         """
+        if self._lane.lost_decision is not None:
+            return self._stand(self._lane.lost_decision)
         made = self._sends.next(lock_due=now_s() >= self._lock_at)
         began = now_s()
         try:
             direct = self._write(made)
+        except WentBack:
+            return self.send()  # which says so
         except NotLocked:
             self._sends = self._sends.not_locked()
             self._lock_at = now_s() + self._sends.lock_pause_s
@@ -231,6 +241,8 @@ class Sending:
                 if not read.numbers:
                     return False
             self._lane.ready(Deadline(self._timeout_s))
+            if self._lane.lost_decision is not None:  # found by a new claim, whose row shows nothing of it any more
+                raise WentBack
             with self._dual_write(handle) as tx:
                 if made.last:
                     self._lock(rows, handle)
@@ -297,17 +309,27 @@ class Sending:
         else:
             self._move_aside(topic, reason, numbers)
 
+    def _stand(self, why: str) -> float:
+        self._note_stopped(
+            f"{why}: messages that were sent may wait again; look with `dualwrite outbox list`, then open the writer again",
+            new=not self.stopped,
+        )
+        return STOPPED_PAUSE_S
+
     def _stop(self, topic: str, reason: str, number: int) -> None:
-        self.stopped = f"Kafka refuses a message for topic {topic!r}: {reason}"
-        if self._stopped_at != number:
+        self._note_stopped(f"Kafka refuses a message for topic {topic!r}: {reason}", new=self._stopped_at != number)
+        self._stopped_at = number
+
+    def _note_stopped(self, why: str, *, new: bool) -> None:
+        self.stopped = why
+        if new:
             logger.error(
                 "%s: waiting messages are not sent any more: %s",
                 self._writer,
-                self.stopped,
+                why,
                 extra={"dualwrite_event": "outbox_stopped", "dualwrite_transactional_id": self._writer},
             )
-        self._stopped_at = number
-        self._outbox.note_stopped(self.stopped)
+        self._outbox.note_stopped(why)
 
     def _move_aside(self, topic: str, reason: str, numbers: Sequence[int]) -> None:
         """Move messages aside in a dual write without messages: it is fenced as every send is."""
@@ -472,6 +494,7 @@ class Sender:
         self._counted_at = 0.0
         self._worked_at = now_s()
         self._failures = 0
+        self._told = ""
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
@@ -520,7 +543,9 @@ class Sender:
         self._failures += 1
         pause_s = pause_after(self._failures)
         if isinstance(error, LOSSES):
-            self._losses.report(error)
+            if str(error) != self._told:  # a claim that is lost is found again at each try
+                self._told = str(error)
+                self._losses.report(error)
         elif not isinstance(error, DualWriteError):
             logger.error("%s: could not send waiting messages; retrying in %g s", self._writer, pause_s, exc_info=error)
         else:

@@ -287,6 +287,37 @@ def test_a_database_that_was_put_back_is_noticed_before_its_rows_are_sent_again(
     assert waiting(engine) == 1
 
 
+@pytest.mark.parametrize("claims_anew", [False, True])
+def test_a_live_sender_stops_once_the_database_was_put_back(
+    kafka, engine, orders, backup, dualwrite_topic, claims_anew
+):
+    """Also if it finds that out by a new claim: the row that it then has contradicts nothing any more."""
+    told = []
+    with DualWriter(
+        "orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS, on_loss=told.append
+    ) as writer:
+        with held("outbox.read") as gates:
+            put(writer, dualwrite_topic, orders, 1, outbox="always")
+            arrived, released = gates["outbox.read"]
+            assert arrived.wait(PATIENCE_S)
+            restore = backup()
+            execute(engine, "CREATE TABLE copied AS SELECT * FROM dualwrite_outbox")
+            released.set()
+        wait_until(lambda: is_direct(engine))
+        wait_until(lambda: not writer._connected.outbox_lane.needs_settling)
+        restore()
+        execute(engine, "INSERT INTO dualwrite_outbox OVERRIDING SYSTEM VALUE SELECT * FROM copied")
+        execute(engine, "UPDATE dualwrite_outbox_mode SET mode = 'later'")
+        if claims_anew:
+            writer._connected.outbox_lane.producer._instance.doubt("for the test")
+        put(writer, dualwrite_topic, orders, 2, outbox="always")
+        wait_until(lambda: writer.health().outbox_stopped)
+        assert values(kafka, dualwrite_topic) == [1]
+        assert waiting(engine) == 2
+    [loss] = told
+    assert isinstance(loss, DatabaseWentBack)
+
+
 @pytest.mark.parametrize("point", ["outbox.sent", "write.prepared"])
 def test_a_sender_whose_owner_was_replaced_sends_nothing(kafka, engine, orders, dualwrite_topic, point):
     with held(point, threads=" outbox") as gates:
