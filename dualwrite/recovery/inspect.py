@@ -119,13 +119,9 @@ def by_step(
     return groups
 
 
-def perform(
-    groups: Mapping[Step, list[Incarnation[Known]]], do: Steps[Step, Known], waiting: Step, deadline: Deadline
-) -> None:
-    """Carry out one round: each group's step. Incarnations that must wait take their step when no other can proceed."""
+def perform(groups: Mapping[Step, list[Incarnation[Known]]], do: Steps[Step, Known], deadline: Deadline) -> None:
+    """Carry out one round: each group's step."""
     for step, group in groups.items():
-        if step is waiting and len(groups) > 1:
-            continue
         if deadline.expired:
             raise _too_late(group[0], step)
         do[step](group)

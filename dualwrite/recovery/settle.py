@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from types import MappingProxyType
-from typing import Protocol
+from typing import Final, Protocol
 
 from dualwrite import failpoints
 from dualwrite.clock import Deadline, GrowingPause
@@ -66,7 +67,10 @@ class NativeStore(Claims, Records, Protocol):
 
 
 class NativeSettling(NativeInspection):
-    """Settles decided native transactions, together in rounds. Every step may be repeated, and run by two processes at once."""
+    """The steps of settling decided native transactions, ``do``, which record outcomes. ``Unavailable``: settle again.
+
+    The caller then raises ``settled_incarnation``.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class NativeSettling(NativeInspection):
         self.rolled_forward: list[str] = []
         self.repaired: list[str] = []
         self.losses: list[tuple[StateRow, Outcome, str]] = []
-        self._do: dict[NativeStep, Callable[[list[UnsettledNative]], None]] = {
+        self.do: dict[NativeStep, Callable[[list[UnsettledNative]], None]] = {
             **self.questions,
             NativeStep.END: self._end,
             NativeStep.WAIT: self._wait,
@@ -96,14 +100,6 @@ class NativeSettling(NativeInspection):
             NativeStep.REPAIR: self._repair,
             NativeStep.STOP: self._stop,
         }
-
-    def run(self, items: Sequence[UnsettledNative]) -> None:
-        """Settle all of them in Kafka and record their outcomes. The caller then raises ``settled_incarnation``.
-
-        ``Unavailable`` also if a forgotten transaction could be repaired only at the risk of losing it. Settle again.
-        """
-        while groups := by_step(items, next_native_step, self._do):
-            perform(groups, self._do, NativeStep.WAIT, self._deadline)
 
     def _end(self, items: list[UnsettledNative]) -> None:
         failpoints.hit("settle.before_commit")
@@ -286,6 +282,14 @@ def settle(
     return report
 
 
+_LATE: Final[Mapping[Enum, int]] = {SettleStep.WAIT: 1, NativeStep.WAIT: 1, NativeStep.STOP: 2}
+
+
+def _turn(step: Enum) -> int:
+    """The round's steps are those with the lowest turn: whatever waits, or gives up, lets all others go first."""
+    return _LATE.get(step, 0)
+
+
 class _Settling(Inspection):
     """One run of the recipe: groups incarnations by step, performs each group's step, and repeats until none is left."""
 
@@ -343,8 +347,7 @@ class _Settling(Inspection):
         try:
             if look_back:
                 self._look_back(rows)
-            self._settle_native(native)
-            self._settle(pending)
+            self._settle(pending, native)
         except DualWriteError:
             self._report.raise_losses()  # already recorded, so no later settling would report them
             raise
@@ -358,29 +361,33 @@ class _Settling(Inspection):
             logger.error("%s: the database has gone back in time: %s", row.transactional_id, loss.detail)
             self._report.losses.append(loss)
 
-    def _settle_native(self, items: Sequence[UnsettledNative]) -> None:
-        if not items:
-            return
-        native = NativeSettling(native_of(self._coordinator), self._store, self._deadline, self._lost_because)
+    def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]], natives: Sequence[UnsettledNative]) -> None:
+        """Both engines' together: what one cannot finish hinders no other."""
+        settling = NativeSettling(native_of(self._coordinator), self._store, self._deadline, self._lost_because)
         try:
-            native.run(items)
+            while pending:
+                self._mark_finished(pending, natives)
+                items = by_step([item for _, of_row in pending.values() for item in of_row], next_step, self._do)
+                native = by_step(natives, next_native_step, settling.do)
+                turn = min(map(_turn, (*items, *native)), default=0)
+                perform({step: of for step, of in native.items() if _turn(step) == turn}, settling.do, self._deadline)
+                perform({step: of for step, of in items.items() if _turn(step) == turn}, self._do, self._deadline)
         finally:
-            self._report.incarnations += len(items)
-            self._report.rolled_forward += native.rolled_forward
-            self._report.repaired += native.repaired
-            self._report.losses += [Loss(row, outcome, detail) for row, outcome, detail in native.losses]
+            self._report.incarnations += len(natives)
+            self._report.rolled_forward += settling.rolled_forward
+            self._report.repaired += settling.repaired
+            self._report.losses += [Loss(row, outcome, detail) for row, outcome, detail in settling.losses]
 
-    def _settle(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
-        while pending:
-            self._mark_finished(pending)
-            items = [item for _, of_row in pending.values() for item in of_row]
-            perform(by_step(items, next_step, self._do), self._do, SettleStep.WAIT, self._deadline)
-
-    def _mark_finished(self, pending: dict[str, tuple[StateRow, list[Unsettled]]]) -> None:
+    def _mark_finished(
+        self, pending: dict[str, tuple[StateRow, list[Unsettled]]], natives: Sequence[UnsettledNative]
+    ) -> None:
+        unfinished = {
+            item.row.transactional_id for item in natives if next_native_step(item.known) is not NativeStep.FINISH
+        }
         done = {
             key: row.incarnation - 1
             for key, (row, items) in pending.items()
-            if all(next_step(item.known) is SettleStep.FINISH for item in items)
+            if key not in unfinished and all(next_step(item.known) is SettleStep.FINISH for item in items)
         }
         if done:
             rows = [pending[key][0] for key in done]

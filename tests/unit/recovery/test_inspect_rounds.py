@@ -41,19 +41,9 @@ def test_those_at_the_same_step_go_together():
     assert groups_of(one, two, done) == {Step.GO: [one, two]}
 
 
-@pytest.mark.parametrize(
-    ("steps", "done"), [([Step.WAIT, Step.GO], [Step.GO]), ([Step.WAIT], [Step.WAIT]), ([Step.FINISH], [])]
-)
-def test_those_that_wait_get_their_turn_when_no_other_can_move_on(steps, done):
-    performed = []
-    do = {step: lambda items: performed.append(items[0].known.step) for step in Step}
-    perform(groups_of(*map(item, steps)), do, Step.WAIT, Deadline(60))
-    assert performed == done
-
-
 def test_the_error_at_the_deadline_says_what_was_next():
     with pytest.raises(Unavailable, match="incarnation 1 did not finish in time: the coordinator shows Ongoing.* go"):
-        perform(groups_of(item(Step.GO)), {}, Step.WAIT, Deadline(0))
+        perform(groups_of(item(Step.GO)), {}, Deadline(0))
 
 
 def test_a_repair_ends_only_what_it_could_add():

@@ -12,6 +12,7 @@ from harness.simulated_native import NativeOwner
 from harness.simulated_native import settled as settled_on
 from search import native as small
 from simulator.environment import forget_marker, time_out
+from simulator.outside import SimulatedCoordinator
 from simulator.partition import last_stable_offset
 from simulator.state import offsets_partition
 
@@ -20,6 +21,7 @@ from dualwrite.errors import DecidedTransactionLost, Unavailable
 from dualwrite.protocol.prepared_state import PreparedTxnState
 from dualwrite.protocol.settle_native import initial_native
 from dualwrite.protocol.values import EndAnswer, Outcome, StateRow, TransactionStatus
+from dualwrite.recovery.claim import claim_rows
 from dualwrite.recovery.settle import settle
 
 Status = TransactionStatus
@@ -202,6 +204,43 @@ def test_an_undecided_transaction_whose_marker_was_forgotten_is_found_in_the_top
 def native_servers():
     with simulated(transaction_version=2) as servers:
         yield servers
+
+
+@pytest.mark.parametrize("left_by", ["librdkafka", "the native engine"])
+@pytest.mark.parametrize("hindered", ["is never ended", "cannot be repaired"])
+def test_a_decision_that_cannot_be_settled_hinders_no_other_id(native_servers, monkeypatch, hindered, left_by):
+    servers, real = native_servers, SimulatedCoordinator.end_exactly
+    one = NativeOwner(servers, "a", timeout_ms=60_000)
+    one.produce("decided", 1)
+    if hindered == "is never ended":
+        one.decide()
+        monkeypatch.setattr(
+            SimulatedCoordinator,
+            "end_exactly",
+            lambda self, named, **kwargs: (
+                {**real(self, {key: of for key, of in named.items() if key != one.kafka_id}, **kwargs)}
+                | ({one.kafka_id: EndAnswer.IN_PROGRESS} if one.kafka_id in named else {})
+            ),
+        )
+    else:
+        one.decide(witnesses=0)
+        one.end(forgets=1)
+    if left_by == "librdkafka":
+        servers.engine = "librdkafka"
+        servers.left_by("write.produced", "undecided", name="b")
+    else:
+        other = NativeOwner(servers, "b")
+        other.produce("too")
+        other.decide()
+
+    def work(here):
+        rows = claim_rows(here.context, ["a", "b"], Deadline(60))
+        settle(rows, coordinator=here.context.coordinator, store=here.context.store, deadline=Deadline(60))
+
+    with pytest.raises(Unavailable, match="did not finish in time" if hindered == "is never ended" else "KAFKA-20734"):
+        servers.run(work, "settler")
+    assert [servers.row(name).settled_incarnation for name in "ab"] == [0, 1]
+    assert servers.visible(0) == ([] if left_by == "librdkafka" else ["too"])
 
 
 def test_consumed_offsets_that_were_not_answered_and_whose_end_was_forgotten_are_ended_where_their_group_is(
