@@ -1,8 +1,8 @@
 """Gathers what a cluster shows of itself, and of this user's rights, for :mod:`dualwrite.protocol.kafka_requirements`.
 
-Changes nothing. Rights on transactional ids and groups cannot be listed without a right on the cluster, so they are tried out:
-by requests about ids that no writer uses, or for a member that no group has, sent to a broker that need not be their
-coordinator. A broker checks the rights first, and then finds nothing to do.
+Changes nothing. Rights on transactional ids and groups cannot be listed without a right on the cluster, so we try them out: by
+requests about ids that no writer uses, or for a member that no group has, to any broker, coordinator or not. A broker checks
+the rights first, and then finds nothing to do.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What this library requires of a database: its tables and grants, and how PostgreSQL, MariaDB and MySQL are set.
+"""What this library requires of a database: tables, grants, and the settings of PostgreSQL, MariaDB and MySQL.
 
 Each rule judges facts; :mod:`dualwrite.stores.sql.operators` gathers them. Some are judged at start-up and in dual writes, too.
 """
@@ -51,7 +51,7 @@ def database_is_away(error: DualWriteError) -> CheckResult:
 
 
 def grants(facts: GrantFacts) -> CheckResult:
-    """Whether the role may do what one purpose needs. Rights that nobody has given are not missed, unless all writers do."""
+    """Whether the role may do what one purpose needs. Having none of its rights is fine, unless all writers need them."""
     check = Check(
         DATABASE, f"grants for {facts.purpose}", "a statement without its right fails, and its dual write aborts"
     )

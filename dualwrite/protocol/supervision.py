@@ -5,12 +5,12 @@ supervisor has not. So it is more careful than a recovery: each sign of life hol
 its own view.
 
 - A lease that is held is a live owner, whatever its transactions look like.
-- A writer is judged as a whole. One whose transaction is old, but which has changed another of its rows since, is at work.
+- A writer is judged as a whole. If its transaction is old, but it has changed another of its rows since, it is at work.
 - Ages compare two clocks. If they disagree, no age is known.
 - After an outage every transaction looks old. Owners that survived it finish by themselves once Kafka answers, so they get the
   same time as any other before their ids are taken.
-- One thing is worse than to fence a live owner: to let the broker abort what the database has decided. Where little of its time
-  is left, the supervisor waits only for as long as a live owner needs to complete it.
+- Letting the broker abort what the database has decided is worse than fencing a live owner. Where little of its time is left,
+  the supervisor waits only as long as a live owner needs to complete it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a person does on the page of ``dualwrite serve``: who may, what would be lost or sent, the deed, and how it ended.
+"""What people do on the page of ``dualwrite serve``: who may, what would be lost or sent, the action, and how it ended.
 
 Nothing is done without three steps: a page that says exactly what would be done, a form with a reason, and the intent stored in
-the database. The deed itself is that of the commands (:mod:`dualwrite.writing.by_hand`). What the form confirms is what was
-shown: messages by their numbers, losses by their states, a transaction by what the servers said of it. If that has changed
+the database. The action itself is that of the commands (:mod:`dualwrite.writing.by_hand`). The form confirms what was shown:
+messages by their numbers, losses by their states, a transaction by what the servers said of it. If that has changed
 since, nothing is done, and the page shows it again.
 
 A page of another site cannot act: its form has another origin, and does not know the value of our cookie. A request counts as

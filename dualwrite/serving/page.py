@@ -1,6 +1,6 @@
-"""What the page of ``dualwrite serve`` says, as values made of snapshots: what blocks readers first, and what becomes of it.
+"""What the page of ``dualwrite serve`` says, as values made from snapshots: what blocks readers, and what happens next.
 
-The template only lays them out. It is for a person at night with a telephone: words before codes, no JavaScript.
+The template only lays them out. It is for a person who is called at night and has a phone: words, not codes; no JavaScript.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 _MINUTE_S: Final = 60
 _NOTICED_S: Final = 1.0
-"""Other programs' transactions younger than that are left out: programs at work always have some open."""
+"""Other programs' transactions that are younger are left out: programs at work always have some open."""
 _NEED_A_PERSON: Final = frozenset({Reason.WENT_BACK, Reason.CLOCK, Reason.FAILED})
 HEADERS: Final = {
     "Cache-Control": "no-store",
     "Content-Security-Policy": (
         "default-src 'none'; style-src 'unsafe-inline'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
-    "Referrer-Policy": "same-origin",  # with "no-referrer" a browser hides from us where a form comes from
+    "Referrer-Policy": "same-origin",  # with "no-referrer" a browser would not tell us where a form comes from
     "X-Content-Type-Options": "nosniff",
 }
 """Of every page."""

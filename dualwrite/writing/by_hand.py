@@ -1,9 +1,9 @@
-"""What people do by hand, with their reason: the deeds that the commands and the service's page share.
+"""What people do by hand, with their reason: the actions that the commands and the service's page share.
 
-The intent is stored in the database before the deed, its outcome after it: :class:`~dualwrite.interfaces.History`. If the
-process is killed in between, the history says that it began, and not how it ended; each deed may be repeated, and then does
-what is left. A deed whose intent cannot be stored is not done. One whose outcome cannot be stored was done all the same: its
-caller is told so, and the log says what is missing.
+The database stores the intent before the action, and the outcome after it: :class:`~dualwrite.interfaces.History`. If the
+process is killed in between, the history says that the action began, but not how it ended; it may be repeated, and then does
+what is left. If the intent cannot be stored, nothing is done. If the outcome cannot be stored, the action was done all the
+same: the caller is told, and the log says what is missing.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def noted(database: Database, deed: Deed, subject: str, detail: str, by: By | No
 
     Raises:
         ConfigurationError: The database keeps no history, or the right to its table is missing. The block has not begun.
-        IllegalStateError: Likewise, as this action was begun before: its form was sent twice.
-        Unavailable: Likewise, as the database does not answer.
+        IllegalStateError: Likewise; this action was begun before, because its form was sent twice.
+        Unavailable: Likewise; the database does not answer.
     """
     note = Note()
     if by is None:
@@ -127,7 +127,7 @@ def settle(
     timeout_s: float,
     progress: Callable[[int, int], None] | None = None,
 ) -> RecoveryReport:
-    """As :func:`dualwrite.recover`, with its reason. A dry run does nothing, and so leaves nothing to store."""
+    """As :func:`dualwrite.recover`, with its reason. A dry run stores nothing."""
     with noted(
         database, Deed.SETTLE, transactional_id or f"{prefix or ''}*", SETTLING, None if dry_run else by
     ) as note:
@@ -208,7 +208,7 @@ def acknowledge(transactional_id: str, states: Sequence[str] | None, *, database
 
 
 def replay(writer: str, numbers: Sequence[int] | None, *, database: Database, by: By | None) -> int:
-    """Let messages that were moved aside wait again; without numbers, all of the writer's. Durable on return of their count."""
+    """Let messages that were moved aside wait again; without numbers, all. Durable on return. Returns how many."""
     with noted(database, Deed.REPLAY, writer, _which(numbers), by) as note:
         count = outbox_of(database).replay(writer, numbers)
         note.ends(Ended.DONE if count else Ended.REFUSED, f"{counted(count, 'message')} put back")
@@ -216,7 +216,7 @@ def replay(writer: str, numbers: Sequence[int] | None, *, database: Database, by
 
 
 def drop(writer: str, numbers: Sequence[int] | None, *, database: Database, by: By | None) -> int:
-    """Delete messages that were moved aside; without numbers, all of the writer's. Durable on return of their count."""
+    """Delete messages that were moved aside; without numbers, all. Durable on return. Returns how many."""
     with noted(database, Deed.DROP, writer, _which(numbers), by) as note:
         count = outbox_of(database).drop(writer, numbers)
         note.ends(Ended.DONE if count else Ended.REFUSED, f"{counted(count, 'message')} deleted")

@@ -1,15 +1,15 @@
 """One dual write: its verbs, its messages on their way to the producer, and the order in which it ends.
 
-The order is the protocol: prepare, persist the decision with the user's rows, then complete. Messages are checked and
-serialized here, wait here for their savepoint, and go from here to the engine.
+The order is the protocol: prepare, persist the decision with the user's rows, then complete. This module checks and serializes
+messages, lets them wait for their savepoint, and hands them to the engine.
 
-``__enter__`` begins the database's transaction and reads the row, before anything can be produced. While the block's code
-runs, its messages go to the engine at once, or wait for the savepoint that they were produced in. ``__exit__`` ends both sides:
+``__enter__`` begins the database transaction and reads the row, before anything can be produced. While the block's code runs,
+its messages go to the engine at once, or wait for the savepoint in which they were produced. ``__exit__`` ends both sides:
 Kafka is prepared, the row records it, COMMIT decides, Kafka follows. An exception in the block aborts both.
 
-``KeyboardInterrupt`` comes between any two lines. A block that is left in the middle of its end discards its lane's producer
-and its connection, so that neither is used again before the id is reclaimed. One whose ``__exit__`` never began is ended when
-it is collected.
+``KeyboardInterrupt`` may come between any two lines. A block that is interrupted while it ends discards its lane's producer and
+its connection, so that neither is used again before the id is claimed again. A block whose ``__exit__`` never began is ended
+when it is collected.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _NO_TRANSACTION: Final = PreparedTxnState()
 _ENDED: Final = frozenset({WriteState.COMPLETED, WriteState.WAITING, WriteState.ABORTED, WriteState.HANDED_OVER})
 
 
-# The ORM session of a dual write, or of one of its units: made at first use, on its connection, and on no other.
+# The ORM session of a dual write or of one of its units: made at first use, on its connection and no other.
 
 
 def session_of_block(bind: Connection) -> Session:
@@ -102,8 +102,8 @@ def no_session(**_: object) -> Session:
 class OwnSession:
     """Makes the session, flushes and closes it.
 
-    ``refuse`` is called with the error that must abort the work even if it continues. ``savepoint`` lets the session work in a
-    savepoint: SQLAlchemy rolls back what a session has joined if its flush fails.
+    ``refuse`` is called with the error that must abort the work even if it continues. With ``savepoint`` the session works in a
+    savepoint, because SQLAlchemy rolls back what a session has joined if its flush fails.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class OwnSession:
         return self._made
 
     def _refuse_other_connection(self, session: Session, transaction: object, connection: Connection) -> None:
-        """Refuse another connection: what a class bound to another engine wrote there would be rolled back in the end."""
+        """Refuse another connection: what a class bound to another engine writes there would be rolled back at the end."""
         del session, transaction
         if connection is not self._connection:
             error = ConfigurationError(
@@ -147,7 +147,7 @@ class OwnSession:
             raise error
 
     def _refuse_rollback(self, session: Session, transaction: SessionTransaction) -> None:
-        """Refuse further work: messages before the session's savepoint would outlive the rows in it."""
+        """Refuse further work: messages from before the session's savepoint would outlive the rows in it."""
         del session
         if transaction.parent is None and not self._closing:
             self._refuse(
@@ -182,11 +182,11 @@ class Ending(Enum):
 class DualWrite(Work):
     """One dual write on a ready lane. ``with DualWrite(...) as tx`` runs it; used by one thread, and entered once.
 
-    No other dual write uses ``lane`` until the block has ended. ``handle`` is a connection that is not inside a transaction,
-    or what the database has instead. ``margin_s`` must be left of the broker's transaction timeout at the decision. ``permit``
-    is called in the database's transaction after its last statement; if it raises, both sides abort. ``savepoints`` is False
-    if the block's code opens none: then it may also produce in the middle of a COPY. ``may_wait`` is given if its messages may
-    wait in the database; then the lane need not be ready to send.
+    No other dual write uses ``lane`` until the block has ended. ``handle`` is a connection that is not inside a transaction, or
+    the database's counterpart. ``margin_s`` must be left of the broker's transaction timeout at the decision. ``permit`` is
+    called in the database transaction after its last statement; if it raises, both sides abort. ``savepoints`` is False if the
+    block's code opens none: then it may also produce in the middle of a COPY. ``may_wait`` is given if its messages may wait in
+    the database; then the lane need not be ready to send.
     """
 
     running = False
@@ -301,9 +301,9 @@ class DualWrite(Work):
                 logger.warning("%s: a dropped block was not ended: %s", self.transactional_id, error)
 
     def _release(self) -> None:
-        """Let go of the connection and the lane. Neither may be used again if the block has not come to an end."""
+        """Release the connection and the lane. Neither may be used again if the block has not ended properly."""
         if self.is_parents:
-            # A forked process, which leaves the block too. The servers must hear nothing of it: not even of a rollback.
+            # A forked process, which leaves the block, too. It must send the servers nothing, not even a rollback.
             self._context.store.discard(self._handle)
             return
         if self.savepoints is not None:
@@ -317,7 +317,7 @@ class DualWrite(Work):
 
     @property
     def is_parents(self) -> bool:
-        """Whether this is a forked process, and the dual write that of its parent, which alone may end it."""
+        """Whether this is a forked process and the dual write is its parent's, which alone may end it."""
         return self._process != forks.process
 
     def _parents(self) -> IllegalStateError:
@@ -328,7 +328,7 @@ class DualWrite(Work):
         )
 
     def _refuse_inside(self) -> NoReturn:
-        """Refuse a verb that the user's code has called: it would end the dual write under its block."""
+        """Refuse a verb that the user's code called: it would end the dual write inside its block."""
         error = IllegalStateError(
             "the dual write cannot be begun or ended inside its block",
             transactional_id=self.transactional_id,
@@ -340,8 +340,8 @@ class DualWrite(Work):
     def _raise_from_callback(self, error: BaseException) -> None:
         """Show what a delivery callback raised as the context of the block's own error, which outweighs it.
 
-        Callers and `run` decide by the block's error whether they run the work again. Only an interruption
-        (``KeyboardInterrupt``, a cancellation) is raised in its place: it must not get lost.
+        By the block's error, callers and `run` decide whether to run the work again. Only an interruption
+        (``KeyboardInterrupt``, a cancellation) replaces it, because it must not get lost.
         """
         raised = self._producer.take_callback_error() if self.sending else None
         if raised is None or raised is error:
@@ -353,7 +353,7 @@ class DualWrite(Work):
             if one.__context__ in chain or one.__cause__ in chain:
                 one.__context__ = one.__cause__ = None  # an abort has called it because of this error: no circle
         if raised not in chain:
-            # ``raise ... from`` hides contexts, except at the end of the chain of causes.
+            # ``raise ... from`` hides contexts, except that at the end of the chain of causes.
             chain[-1].__context__, chain[-1].__suppress_context__ = raised, False
 
     # What its code works with
@@ -394,7 +394,7 @@ class DualWrite(Work):
             raise self._traits.absent("session")
         self.expect_session()
         if self._session is None:
-            # It must not know this block: a session that was dropped would keep its dual write, and so its lane.
+            # It must not refer to this block: a dropped session would then keep its dual write alive, and with it the lane.
             self._session = OwnSession(self._handle, self._session_factory, self.transactional_id, self.refusals.note)
         return self._session.session
 
@@ -459,8 +459,7 @@ class DualWrite(Work):
     def hold(self, message: Sendable) -> int:
         """Take a message inside the savepoint of a unit, and return the bytes of its key and value.
 
-        The message waits, so an error (as of :meth:`send`, or that its savepoint cannot be known) concerns nothing but the
-        unit.
+        The message waits, so an error (as of :meth:`send`, or because its savepoint cannot be known) concerns only the unit.
         """
         assert self.savepoints is not None
         message = self.kept(message)
@@ -470,7 +469,7 @@ class DualWrite(Work):
         return message.payload
 
     def kept(self, message: Sendable) -> Sendable:
-        """The value that may wait: checked, and out of reach of its caller."""
+        """The value that may wait: checked, and copied so that its caller cannot change it."""
         if not isinstance(message, MessageBatch):
             return message
         try:
@@ -479,7 +478,7 @@ class DualWrite(Work):
             raise error.refusal(message.topic, self.transactional_id) from None
 
     def _fall_back(self, may_wait: MayWait, silent: Unavailable) -> None:
-        """Let the messages wait in the database. What was sent stays undecided: its producer is not used again."""
+        """Let the messages wait in the database. What was sent stays undecided, and its producer is not used again."""
         may_wait.fall_back(silent)
         self._machine.apply(WriteEvent.FALL_BACK)
         self.engine = may_wait.recipient()
@@ -490,7 +489,7 @@ class DualWrite(Work):
     def _finish_messages(self) -> None:
         """Hand over the messages that still wait. From then on only delivery callbacks may produce.
 
-        Raises also for an error before, which the block swallowed, and for a savepoint that was rolled back unseen.
+        Also raises an earlier error that the block swallowed, and an error if a savepoint was rolled back unseen.
         """
         if self.refusals.first is not None:
             self._raise_refusal()
@@ -502,7 +501,7 @@ class DualWrite(Work):
         except BaseException:
             watched.stop()
             raise
-        # What delivery callbacks produce from here on goes to the engine at once: nobody watches savepoints any more.
+        # From here on, what delivery callbacks produce goes to the engine at once: nobody watches savepoints any more.
         if waiting_messages := watched.take():
             engine = self.engine
             engine.corked = True
@@ -570,8 +569,8 @@ class DualWrite(Work):
         """End the dual write: prepare Kafka, record, commit the database (the decision), commit Kafka.
 
         Both sides are aborted after `TransactionAborted`, `Fenced` and a `ConfigurationError` other than `DatabaseWentBack`,
-        which says that the database has decided and then lost it. `TransactionInDoubt` says that the database's answer is
-        missing, and the doubt could not be resolved. After other errors of the completion the database has decided.
+        which says that the database decided and then lost the decision. `TransactionInDoubt` says that the database's answer is
+        missing, and the doubt could not be resolved. After other errors the database has decided.
         """
         if self.running:
             self._refuse_inside()
@@ -622,18 +621,18 @@ class DualWrite(Work):
         """End the dual write undecided: prepare Kafka, and commit the database's part without naming it in the row.
 
         For writes that another process decides together with others. On return the rows are durable, :attr:`prepared` is the
-        open Kafka transaction, and this process must neither commit nor abort either of them. After an error Kafka's side is
-        aborted; the rows may remain where they are, and count for nothing.
+        open Kafka transaction, and this process must not commit or abort either side. After an error Kafka's side is aborted;
+        the rows may remain where they are, without effect.
 
-        With ``prepared`` the database's transaction is prepared (``PREPARE TRANSACTION``), and the settler of the row ends it.
-        Otherwise it is committed, and the rows must stand where nobody reads them.
+        With ``prepared`` the database transaction is prepared (``PREPARE TRANSACTION``), and the settler of the row ends it.
+        Otherwise it is committed, and the rows must be where nobody reads them.
         """
         if self.running:
             self._refuse_inside()
         self._machine.check(WriteEvent.PREPARE)
         failpoints.hit("write.body_done")
         try:
-            # No constraint is on tables that nobody reads.
+            # Tables that nobody reads have no constraints.
             state = self._prepare(run_deferred=prepared and self._defers)
             if self._permit is not None:
                 self._permit(self._handle)
@@ -680,7 +679,7 @@ class DualWrite(Work):
         return state
 
     def _allowance(self, deadline: Deadline) -> Allowance:
-        """The time that the decision may take. Raises if the transaction in Kafka has been open for too long."""
+        """The time that the decision may take. Raises if the Kafka transaction has been open for too long."""
         timeout_s = self._producer.transaction_timeout_ms / 1000  # after it, the broker aborts the transaction
         allowance = allow(timeout_s - self.engine.begun_for_s, self._margin_s, deadline.remaining_s())
         if allowance is None:
@@ -690,8 +689,8 @@ class DualWrite(Work):
     def _age_at_once(self, allowance: Allowance) -> float | None:
         """The age up to which the transaction may be recorded: :meth:`Allowance.fits`, for the database to check.
 
-        None if the decision does not go with its COMMIT, in one exchange with the database, but they one after the other: the
-        database or the connection can do no other, or something comes between them.
+        None if the decision and its COMMIT cannot share one exchange with the database, because the database or the connection
+        does not support it, or something must happen between them.
         """
         with_commit = self._context.store.with_commit
         if with_commit is None or self._permit is not None or failpoints.may_stop_at("write.recorded"):
@@ -744,7 +743,7 @@ class DualWrite(Work):
     def _record(self, state: PreparedTxnState, allowance: Allowance | None, deadline: Deadline) -> Deadline:
         """Execute the last statement of the database's transaction. Returns the deadline for the answer to its COMMIT.
 
-        What is deferred to COMMIT runs before it. Left to COMMIT, it would take its time after the last check of the clock.
+        What is deferred to COMMIT runs before that statement. In COMMIT it would run after the last check of the clock.
         """
         row = self._lane.row
         decision = Decision(row.transactional_id, row.incarnation, namespace=row.namespace, deferred=True)
@@ -767,7 +766,7 @@ class DualWrite(Work):
                 ours, self._database_transaction = self._context.store.hold(self._handle, decision)
         if not ours:
             raise self._fenced(None)
-        # Only now: what it locks stays locked until COMMIT, and a session that is paused from here on ends by itself.
+        # Only now: it locks the row until COMMIT, and from here on the session ends by itself if it is paused.
         if self._permit is not None:
             self._permit(self._handle)
         self._machine.apply(WriteEvent.RECORD)
@@ -792,7 +791,8 @@ class DualWrite(Work):
         """Commit the database. Returns an interruption (``KeyboardInterrupt``) that came meanwhile, to raise later."""
         answer_s = answer.remaining_s()
         if not answer_s:
-            # Paused since the last check of the clock. SQLite has no server that would have ended the transaction.
+            # The process was paused since the last check of the clock. SQLite has no server that would have ended the
+            # transaction.
             self._abort()
             raise TransactionAborted("the process was paused before its COMMIT", transactional_id=self.transactional_id)
         try:
@@ -811,9 +811,9 @@ class DualWrite(Work):
     def _resolved(
         self, state: PreparedTxnState, deadline: Deadline, doubt: TransactionInDoubt, *, at_once: bool = False
     ) -> BaseException | None:
-        """Find out what the COMMIT has done. Returns an interruption behind the doubt, if the database has committed.
+        """Find out what the COMMIT did. If the database has committed, returns the interruption behind the doubt, if any.
 
-        ``at_once``: the decision went with it.
+        ``at_once`` says that the decision was sent with the COMMIT.
         """
         self._machine.apply(WriteEvent.LOSE_ANSWER)
         self._resolve(state, deadline, doubt, partial(self._lane.fence, deadline) if at_once else None)
@@ -889,13 +889,12 @@ class DualWrite(Work):
         return f"<DualWrite {self.transactional_id} {self._machine.state.value}>"
 
 
-# The block of a writer: a dual write on a lane and a connection that it takes at its beginning and gives back at its
-# end.
+# The block of a writer: a dual write on a lane and a connection, which it takes at its beginning and gives back at its end.
 
 
 @dataclass(frozen=True, eq=False)
 class Ground:
-    """The parts of a writer that its blocks stand on. One for all of them.
+    """What all blocks of a writer share.
 
     ``context`` returns the servers: the writer's, or those with the store of a transaction that other code begins and ends. It
     raises if the writer is not open. ``timeout_s`` limits the ending, and ``ready_s`` the wait until a lane is ready.
@@ -917,12 +916,12 @@ class Ground:
 
 
 class WriterBlock(DualWrite):
-    """A dual write of a writer. It becomes one, with a lane and a connection, as the block is entered.
+    """A dual write of a writer. It takes a lane and a connection when the block is entered.
 
-    Everything that it takes is given back in reverse order; its ticket for the lane twice, as the first time may be
-    interrupted. If even that does not happen, the lane is free once this object is collected.
+    It gives everything back in reverse order, and its ticket for the lane twice, because the first time may be interrupted. If
+    even that does not happen, the lane is free once this object is collected.
 
-    ``joined`` is the store of the transaction that other code has begun on ``connection``, and will end.
+    ``joined`` is the store of the transaction that other code began on ``connection`` and will end.
     """
 
     def __init__(  # the rest is known when it has a lane
@@ -1016,7 +1015,7 @@ class WriterBlock(DualWrite):
         )
 
     def _adopt(self, context: OwnerContext) -> tuple[AbstractContextManager[Handle], Handle]:
-        """The user's connection for as long as the block lasts, and the handle on it."""
+        """The user's connection while the block lasts, and the handle on it."""
         adopted = self._ground.database.adopt(self._user_connection, context.store)
         return adopted, adopted.__enter__()
 
@@ -1053,8 +1052,7 @@ class WriterBlock(DualWrite):
     def _give_back(self, error: BaseException | None) -> None:
         """Give back what the block has taken.
 
-        A deadlock or a serialization failure of a statement leaves the block as `TransactionAborted`, with the failure as its
-        cause.
+        A statement's deadlock or serialization failure leaves the block as `TransactionAborted`, with the failure as its cause.
         """
         ticket = self._ticket
         try:

@@ -1,7 +1,7 @@
 """Things that one caller uses at a time: first come, first served, and never lost to an interrupted caller.
 
-``KeyboardInterrupt`` comes between any two lines. Handing out (`Place.holder`) and returning (the ticket has ended) are each a
-single assignment, so an interrupt cannot leave a thing half-owned; the next call does what an interrupt left undone. A ticket
+``KeyboardInterrupt`` may come between any two lines. Handing out (`Place.holder`) and returning (the ticket has ended) are each
+a single assignment, so an interrupt cannot leave a thing half-owned; the next call does what an interrupt left undone. A ticket
 that nobody refers to any more has ended, too.
 
 Most callers find a thing at once. They pay for one pass over the things and for nothing else: no queue, no event.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class NoTurn(Exception):
-    """The deadline came first, or things are no longer given out."""
+    """The caller got no thing: the deadline came first, or none is given out any more."""
 
 
 class Place(Generic[T]):
@@ -63,7 +63,7 @@ class FairQueue(Generic[T]):
         self.on_freed = on_freed
         self.closed = False
         self._arrived: deque[Ticket[T]] = deque()
-        # By how they choose: where one of them finds no place, those behind it need not look. A thousand may wait.
+        # Grouped by how they choose: if one finds no place, those behind it need not look. A thousand may wait.
         self._waiting: dict[tuple[Choose[T], bool], OrderedDict[Ticket[T], None]] = {}
         self._left: deque[Ticket[T]] = deque()
         self._arrivals = itertools.count()
@@ -71,7 +71,7 @@ class FairQueue(Generic[T]):
         self._again = self._refuses = False
 
     def ticket(self, choose: Choose[T] | None = None) -> Ticket[T]:
-        """A ticket, which holds nothing yet. Without ``choose`` it gets the place that was free for longest."""
+        """A ticket, which holds nothing yet. By default it gets the place that was free for longest."""
         return Ticket(self, choose or longest_free)
 
     @property
@@ -85,7 +85,7 @@ class FairQueue(Generic[T]):
         self.serve()
 
     def refuse_waiting(self) -> None:
-        """Refuse those that wait now: what they wait for does not come."""
+        """Refuse those that wait now, because what they wait for will not come."""
         self._refuses = True
         try:
             self.serve()
@@ -176,7 +176,7 @@ class FairQueue(Generic[T]):
         return True
 
     def _collected(self, _: object) -> None:
-        """Called for a ticket that nobody refers to any more, in the middle of any line."""
+        """Called when a ticket is no longer referred to, in the middle of any line."""
         self.serve()
 
     def _enqueue(self, ticket: Ticket[T]) -> None:
@@ -242,7 +242,7 @@ class Ticket(Generic[T]):
         self.woken: Event | None = None
 
     def wait(self, deadline: Deadline) -> T:
-        """Wait for a thing, behind earlier tickets that would take it. Raises `NoTurn` if there was none for us."""
+        """Wait for a thing, behind earlier tickets that would take it. Raises `NoTurn` if we got none."""
         self._queue.queue_up(self)
         if not self.answered:
             self.wait_for_answer(deadline)

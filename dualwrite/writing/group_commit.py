@@ -1,7 +1,7 @@
 """Group commit: the units that wait, the threads that run groups, and what a caller gets.
 
-Many callers share one dual write: one Kafka transaction and one COMMIT for all units of a group. A caller that finds
-nobody else waiting runs its unit itself, so that a lone caller pays for no other thread.
+Many callers share one dual write: one Kafka transaction and one COMMIT for all units of a group. A caller that finds nobody
+else waiting runs its unit itself, which saves it a switch to another thread.
 """
 
 from __future__ import annotations
@@ -54,16 +54,15 @@ _FEW: Final = 1000
 
 
 def limits_for(traits: Traits, limits: WriterLimits) -> WriterLimits:
-    """The limits of a group: without savepoints, no unit of it could be rolled back alone."""
+    """The limits of a group. Without savepoints it has one unit, since none could be rolled back alone."""
     return limits if traits.savepoints else replace(limits, group_units=1)
 
 
 class Task:
     """The work of a unit, as a thread runs it.
 
-    ``work`` is called with the transaction of the unit; that of a unit of ``rows`` produces its messages. No run begins later
-    than ``within_s`` seconds from now. ``answered`` is set when a unit that stands in line was given a place, or never will
-    be.
+    ``work`` is called with the transaction of the unit; for a unit of ``rows`` it produces the messages. No run begins later
+    than ``within_s`` seconds from now. ``answered`` is set when a unit in line gets a place, or never will.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class Task:
     def _may_run(self) -> bool:
         if self._over or (self.future.done() and not self.future.cancelled()):
             return False
-        # concurrent.futures.wait() counts a cancelled one from then on.
+        # From then on, concurrent.futures.wait() counts the cancelled future.
         return self.future.running() or self.future.set_running_or_notify_cancel()
 
     def rest(self, error: BaseException | None) -> None:
@@ -103,7 +102,7 @@ class Task:
             self._expiry.note(error)
 
     def expire(self) -> None:
-        """Tell the caller that its time is over, unless the work runs: with the error of its last run, if it has one."""
+        """Tell the caller that its time is over, unless the work is running; with the error of its last run, if any."""
         with self._changing:
             if self._runs:
                 return
@@ -131,7 +130,7 @@ class _Later:
         self._started = self._closed = False
 
     def after(self, seconds: float, do: Callable[[], object], over: Callable[[], bool] = lambda: False) -> None:
-        """Do it in so many seconds, unless it is ``over`` before, and need not be done any more."""
+        """Do it after that many seconds, unless ``over`` says by then that it is no longer needed."""
         with self._changed:
             if len(self._waiting) > self._sweep_at:  # most units end long before their time is over
                 self._waiting = [one for one in self._waiting if not one[3]()]
@@ -172,11 +171,11 @@ class _Later:
 
 
 class Groups:
-    """Runs the units of a writer in groups, of which ``runners`` may exist at a time, one of them running its units.
+    """Runs the units of a writer in groups. Up to ``runners`` groups exist at a time; one of them runs its units.
 
     Its threads start with the first unit. If a unit waits alone, the thread that waits for it runs it: switching to another
     thread and back would take longer than everything else that a unit costs on top of a block. After a group of several, the
-    writer's thread takes the next one, too: until it wakes, others come.
+    writer's thread takes the next one, too: until it wakes, more units arrive.
 
     ``grouped`` is called with the number of units of each group that is about to end.
     """
@@ -236,7 +235,7 @@ class Groups:
             threading.Thread(target=self._serve, name=f"dualwrite group {self._name}", daemon=True).start()
 
     def _stand_in_line(self, unit: Unit[Task]) -> None:
-        """Wait until the unit was added; at most a moment where waiting would keep all units from making progress."""
+        """Wait until the unit is added; only for a moment where waiting would keep all units from making progress."""
         waits = may_wait(self)
         try:
             if waits:
@@ -381,7 +380,7 @@ class Groups:
             if self._running is group:
                 self._running = None
             if group in self._begun:
-                # Once close() has waited, nothing wakes units that pause: they run at once, and fail if the writer is closed.
+                # Once close() has waited, nothing wakes units in a pause: they run at once, and fail if the writer is closed.
                 pause_s = 0.0 if self._drained else pause_after_s(group.failures)
                 if pause_s:
                     # First: after an interruption they will run again in any case.
@@ -417,7 +416,7 @@ class Groups:
 # Runs one group: its block, and its units one after the other, each in a savepoint unless it is the only one.
 
 Call = Callable[[Any, "Transaction"], object]
-"""Calls the work of a task with the transaction of its unit."""
+"""Calls a task's work with the transaction of its unit."""
 
 
 def run_group(
@@ -503,7 +502,7 @@ class _Division:
         group.ended(unit, result, divided.end(error))
 
     def _run_together(self, waiting: deque[Unit[Any]]) -> None:
-        """Run the first units, which have the same statement; one by one if that fails, so that only the failing one does."""
+        """Run the first units, which have the same statement. If that fails, run them one by one, so that only one fails."""
         group, divided = self._group, self._divided
         given = divided.begin()
         tried: list[Unit[Any]] = []
@@ -552,12 +551,12 @@ def note_running(groups: object) -> None:
 
 
 def may_wait(groups: object) -> bool:
-    """Whether the caller may wait for a place: not if all units, or all tasks of an event loop, would wait with it."""
+    """Whether the caller may wait for a place. It may not if all units, or all tasks of an event loop, would wait with it."""
     return _running.get() != (groups, threading.get_ident()) and not transaction.would_block_a_loop()
 
 
 def full_error(name: str, limits: WriterLimits, *, waited: bool) -> Unavailable:
-    """The error of a unit for which there was no place, after its caller has ``waited`` or not."""
+    """The error of a unit without a place; ``waited`` says whether its caller has waited for one."""
     why = (
         "none has left its place in time"
         if waited

@@ -1,7 +1,7 @@
 """Whether a writer is ready, and whether Kafka is silent: what it knows of itself, and questions asked in the background.
 
-A readiness check must answer at once, so it reads the last answers instead of asking. A block must not wait for a Kafka that
-others have waited for in vain, so it reads a verdict instead of trying.
+A readiness check must answer at once, so it reads the last answers instead of asking. A block must not wait for Kafka after
+others have waited in vain, so it reads a verdict instead of trying.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ logger = logging.getLogger(__name__)
 _PROBE_EVERY_S: Final = 1.0
 _LOOK_EVERY_S: Final = 0.25
 _QUIET_LOOKS: Final = 8
-"""After so many looks that have found no lane in use, the thread that watches sleeps until one is taken."""
+"""After this many looks without a lane in use, the watching thread sleeps until one is taken."""
 _MISSING: Final = (Unavailable, TransactionInDoubt, CompletionPending)
 
 
 class HealthMonitor:
     """Notes whether the servers answer. Used by many threads at once.
 
-    If they did not answer last, the next question starts a probe in the background. A platform sends no work to a process that
-    is not ready, so no dual write would find out that the servers answer again.
+    If they did not answer last, the next call of :meth:`health` starts a probe in the background: a platform sends no work to a
+    process that is not ready, so no dual write would notice that the servers answer again.
 
-    A thread of its own watches what the lanes ask Kafka, as long as they are in use: see
-    :class:`~dualwrite.protocol.process.Breaker`. ``silence`` is its verdict, for everybody to read, and costs nothing.
+    While lanes are in use, a thread of its own watches what they ask Kafka: see :class:`~dualwrite.protocol.process.Breaker`.
+    ``silence`` is its verdict, which anybody may read at no cost.
 
-    ``probe`` asks both servers; ``ask_kafka`` asks Kafka alone, and the leaders of these partitions, on new connections. Each
-    raises if there is no answer. ``knock`` tells whether all brokers refuse connections; None if that shall show nothing.
-    ``ask_database`` asks the database alone: while messages wait there, dual writes need no more. ``turned`` is called when
-    Kafka falls silent, and with None when it answers again.
+    ``probe`` asks both servers; ``ask_kafka`` asks only Kafka, and the leaders of these partitions, on new connections. Each
+    raises if there is no answer. ``knock`` returns whether all brokers refuse connections; it is None if that should prove
+    nothing. ``ask_database`` asks only the database: while messages wait there, dual writes need no more. ``turned`` is called
+    when Kafka falls silent, and with None when it answers again.
     """
 
     silence: Silence | None = None
-    """What Kafka has not answered, while it is silent; None as long as it answers. Only the thread that watches assigns it."""
+    """What Kafka has not answered, while it is silent; None while it answers. Only the watching thread assigns it."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class HealthMonitor:
     def note(self, error: DualWriteError | None, heard_s: float = 0.0) -> None:
         """Note the end of a dual write, which shows whether the servers answered it.
 
-        An error of another writer that has passed through the block says nothing about this one. ``heard_s`` is a moment after
-        which Kafka has answered the dual write, on the clock of the process; 0 if it was asked nothing.
+        An error of another writer that passed through the block says nothing about this one. Kafka has answered the dual write
+        after ``heard_s``, on the clock of the process; 0 if it was asked nothing.
         """
         if error is None:
             self._answered = self._database_answered = True
@@ -111,14 +111,15 @@ class HealthMonitor:
     ) -> Health:
         """The writer's health. Returns at once.
 
-        ``setting`` and ``outbox`` say whether messages may wait, and which do; ``full``, why no more may.
+        ``setting`` says whether messages may wait, ``outbox`` what waits, and ``full`` why no more may.
         """
         answered, silence = self._answered, self.silence
         waits = silence is not None or outbox.stopped is not None or (setting == "fallback" and outbox.later is True)
         degraded = setting != "never" and waits
         if is_open and not answered and (silence is None or degraded):
             self._needs_kafka = not degraded
-            # An error does not say which server was missing. While messages wait it is Kafka, unless the probe finds otherwise.
+            # An error does not say which server did not answer. While messages wait it is Kafka, unless the probe finds
+            # otherwise.
             answered = degraded and self._database_answered
             self._probe.start()
         now, all_lanes = now_s(), lanes.all
@@ -163,7 +164,7 @@ class HealthMonitor:
             logger.info("%s: the servers do not answer yet: %s", self._name, error)
 
     def refuse_in_silence(self) -> None:
-        """Raise the error of a block that can do nothing while Kafka is silent, if it is."""
+        """If Kafka is silent, raise the error of a block that needs it."""
         if (silence := self.silence) is not None:
             raise silence.error(self._name)
 
@@ -172,7 +173,7 @@ class HealthMonitor:
     def watch(
         self, lanes: Lanes, unanswered: tuple[float, str] | None = None, *, sends_on: Sequence[Lane] = ()
     ) -> None:
-        """Watch what these lanes ask Kafka, until :meth:`close`. ``unanswered`` is a question of the opening's.
+        """Watch what these lanes ask Kafka, until :meth:`close`. ``unanswered`` is a question that the opening asked.
 
         ``sends_on`` are the lanes of the sender of messages that wait. While it is at work, :attr:`sends` is true.
         """
@@ -280,7 +281,7 @@ class HealthMonitor:
         self._wake.put(None)
 
 
-# Asks the servers from a background thread, now and then: a caller gets the last answer and never waits.
+# Asks the servers now and then from a background thread: a caller gets the last answer and never waits.
 
 EVERY_S: Final = 30.0
 _FORGOTTEN_AFTER_S: Final = 180.0
@@ -322,7 +323,7 @@ class SeldomAsked:
         self._answer: tuple[float, float] | None = None
 
     def __call__(self) -> float | None:
-        """The last answer. None before the first one, and three minutes after the last."""
+        """The last answer. None before the first one, and again three minutes after the last."""
         answer = self._answer
         self._probe.start()
         return None if answer is None or now_s() - answer[1] > _FORGOTTEN_AFTER_S else answer[0]

@@ -1,16 +1,16 @@
 """The lanes of one writer: gives them to blocks, and takes care of those that are not in use.
 
-A lane can be used again once the end of its last transaction is known. Lanes are used in turn, so that one question tells the
-ends of several: it is asked when no other lane is left, by a caller that is at work then, and nobody waits for its answer as
-long as a lane is free. If every lane were in use, each block would have to ask for the one that it takes. So there are twice
-as many lanes as blocks that run at a time: half of them are at rest, and one question is about all of those.
+A lane can be used again once the end of its last transaction is known. Lanes are used in turn, so that one question finds out
+several ends: a caller at work asks it when no other lane is left, and nobody waits for its answer as long as a lane is free. If
+every lane were in use, each block would have to ask about the one that it takes. So there are twice as many lanes as blocks
+that run at a time: half of them are at rest, and one question asks about all of those.
 
-A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed``
-reader of its topics. It is settled in the background as soon as it is free: the next dual write may be hours away. So is one
-whose last transaction nobody has asked for, or has not ended for a second.
+A lane whose producer was discarded may have left a transaction open in Kafka, which holds back every ``read_committed`` reader
+of its topics. The background settles it as soon as it is free, because the next dual write may be hours away. It also takes
+care of a lane if nobody has asked how its last transaction ended, or if that has not ended after a second.
 
-While Kafka is silent nobody waits for a lane that waits for Kafka, and nothing is settled: an attempt would only fail. Once it
-answers again, all of that is done at once.
+While Kafka is silent nobody waits for a lane that waits for Kafka, and nothing is settled, since an attempt would only fail.
+All of that is done as soon as Kafka answers again.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ _ATTEMPT_S: Final = 10.0
 _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
 _SILENT_S: Final = 2.0
-"""A step that has asked Kafka for this long counts as not answered."""
+"""A step that has waited for Kafka for this long counts as unanswered."""
 _MAKE_S: Final = 1.0
 """Limits one attempt to make a lane that no block waits for: others that must be claimed or settled wait for it."""
 _FIRST_BACKOFF_S, _LONGEST_BACKOFF_S = 0.5, 30.0
 _DOUBLINGS: Final = 10
-"""More would not be noticed, and after a thousand failures, some hours, no number could hold them."""
+"""More make no difference, and after a thousand failures, in some hours, the number would overflow."""
 _END_AFTER_S: Final = 1.0
-"""After so long at rest housekeeping asks for an end that no caller has asked for, or that is late."""
+"""Housekeeping asks for a lane's end after this time at rest, if no caller has asked for it, or if it is late."""
 _WATCH_EVERY_S: Final = 1.0
 
 
 class PooledLane:
     """A lane, and the state of its housekeeping since a block last used it.
 
-    ``needs_settling`` and ``pending`` (its last transaction, if the end of that was not known) are as of the end of its last
-    use. ``worked`` says that it was usable when it was given out, so that it will be free again soon; ``given_up``, that
-    another owner settles it. ``coming`` says that housekeeping must make it ready first, as no block has asked for it;
-    ``in_care``, that housekeeping has it. ``taken_at`` is on the clock of the process.
+    ``needs_settling`` and ``pending`` (its last transaction, if its end was not known) are as of the end of its last use.
+    ``worked``: it was usable when it was given out, so it will be free again soon. ``given_up``: another owner settles it.
+    ``coming``: housekeeping must make it ready first, as no block has asked for it. ``in_care``: housekeeping has it.
+    ``taken_at`` is on the clock of the process.
     """
 
     __slots__ = ("coming", "failures", "given_up", "in_care", "lane", "needs_settling", "pending", "taken_at", "worked")
@@ -89,10 +89,10 @@ class PooledLane:
 class Lanes:
     """Gives lanes to blocks, and takes care of idle lanes on a thread of its own.
 
-    ``max_lanes`` blocks have one at a time. ``make_lane`` returns the lane with that number, not claimed yet. Closing waits
-    ``timeout_s`` for lanes in use. After ``idle_after_s`` without use the row records that its last transaction is complete.
-    ``watch`` is called in the background: it looks for what is worth a warning, at most once a second, and returns whether
-    there was something to look at. ``refuses_in_silence`` says that a block can do nothing with a lane while Kafka is silent.
+    Up to ``max_lanes`` blocks have one at a time. ``make_lane`` returns the lane with that number, not claimed yet. Closing
+    waits ``timeout_s`` for lanes in use. After ``idle_after_s`` without use the row records that the lane's last transaction is
+    complete. The background calls ``watch`` at most once a second: it looks for what is worth a warning, and returns whether
+    there was something to look at. ``refuses_in_silence`` says that a lane is useless to a block while Kafka is silent.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Lanes:
         self._name = name
         self._make_lane = make_lane
         self.max_lanes = max_lanes
-        self.most = 2 * max_lanes - 1  # with those at rest; a writer for one block at a time has one id
+        self.most = 2 * max_lanes - 1  # including those at rest; with max_lanes=1 the writer has one id
         self._timeout_s = timeout_s
         self.lane_timeout_s = lane_timeout_s
         self._idle_after_s = idle_after_s
@@ -170,7 +170,7 @@ class Lanes:
         self._housekeeper.start()
 
     def ticket(self) -> Ticket[PooledLane]:
-        """A ticket for a block to take its lane with. It must be ended, however the block ends; see :class:`Ticket`."""
+        """A ticket with which a block takes its lane. End it, however the block ends; see :class:`Ticket`."""
         return Ticket(self._queue, self._choose)
 
     def take(self, ticket: Ticket[PooledLane]) -> Lane:
@@ -191,7 +191,7 @@ class Lanes:
         return pooled.lane
 
     def note_silence(self, silence: Silence | None) -> None:
-        """Refuse those that wait, as Kafka is silent; or do what has waited for Kafka, as it answers again."""
+        """If Kafka is silent, refuse those that wait; if it answers again, do what has waited for it."""
         self.silence = silence
         if silence is None:
             for place in list(self._queue.places):
@@ -223,7 +223,7 @@ class Lanes:
         )
 
     def _chosen(self, places: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
-        """The working lane that was free for longest, or else another one; None if as many are in use as may be.
+        """The working lane that was free for longest, or else another one; None if ``max_lanes`` are in use.
 
         A lane whose last transaction is still ending would make the block wait, so others come first.
         """
@@ -253,7 +253,7 @@ class Lanes:
         return known
 
     def _that_may_wait(self, free: Sequence[Place[PooledLane]]) -> Place[PooledLane] | None:
-        """While messages wait as rows: any lane whose claim stands, settled or not, before one that must be claimed."""
+        """While messages wait as rows: prefers a lane whose claim is valid, settled or not, to one that must be claimed."""
         chosen = longest_free([place for place in free if place.thing.lane.may_wait])
         if chosen is None and len(self) < self.max_lanes:
             chosen = self._new()
@@ -267,8 +267,8 @@ class Lanes:
     ) -> Place[PooledLane] | None:
         """The lane that is ``ending``, or a new one, or one that needs settling.
 
-        The last only if no working lane will be free soon: the background settles it, and it may be one that cannot be settled
-        now.
+        A lane that needs settling only if no working one will be free soon: the background settles it, and perhaps that is
+        impossible now.
         """
         if ending is not None:
             if len(places) < min(self.most, 2 * (used + 1)):
@@ -284,7 +284,7 @@ class Lanes:
         return unsettled
 
     def _have_another_made(self, places: Sequence[Place[PooledLane]]) -> None:
-        """Let the background make one lane more, for later: a claim may have to wait, and this block has a lane."""
+        """Let the background make one more lane for later, because a claim may have to wait, and this block has a lane."""
         if self._housekeeper is not None and not any(place.thing.coming for place in places):
             self._new().thing.coming = True
             self.look_again()
@@ -337,8 +337,8 @@ class Lanes:
     def _attempt_s(self, pooled: PooledLane) -> float:
         """For how long housekeeping may keep a lane.
 
-        Blocks whose messages may wait need no answer of Kafka's. In the first moments of an outage, when nobody knows of it
-        yet, the only lane must not be kept from them; a slow Kafka is given more time at each further attempt.
+        Blocks whose messages may wait need no answer from Kafka. In the first moments of an outage, before anybody knows of it,
+        housekeeping must not keep the only lane from them. With each further attempt it gives a slow Kafka more time.
         """
         most_s = min(self._timeout_s, _MAKE_S if pooled.coming else _ATTEMPT_S)
         return most_s if self.refuses_in_silence else min(most_s, _SILENT_S * 2.0 ** min(pooled.failures, _DOUBLINGS))
@@ -377,8 +377,8 @@ class Lanes:
     def close(self) -> None:
         """Wait for lanes in use, settle and record what is left, and discard the producers. May be called more than once.
 
-        ``left_settled`` then says whether nothing is left for the next owner to settle. All is closed even if this raises
-        `Unavailable`, because the database did not take the record that all is complete.
+        ``left_settled`` then says whether nothing is left for the next owner to settle. Everything is closed even if this
+        raises `Unavailable`, because the database could not record that everything is complete.
         """
         self._queue.close()
         self._look.put(None)
@@ -409,7 +409,7 @@ def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
 
 
 def _free_and_used(places: Sequence[Place[PooledLane]]) -> tuple[list[Place[PooledLane]], int]:
-    """The places that are free, and how many blocks use others: housekeeping counts for none."""
+    """The places that are free, and how many blocks use others. Housekeeping does not count as a block."""
     free, used = [], 0
     for place in places:
         if place.holder is None:

@@ -1,10 +1,10 @@
 """``DualWriter.leased``: writers whose ids are leased from a pool, and the thread that keeps the lease.
 
-A ``LeasedWriter`` stands for one ordinary writer after the other: if its id is lost, it opens the next writer and
-closes the former one. Safety rests on the claim alone; the lease only says which id to try.
+A ``LeasedWriter`` uses one ordinary writer after another: if it loses its id, it opens the next writer and closes the previous
+one.
 
-The lease decides which member tries to own which id, so that no newcomer fences a live owner. Nothing else rests on it: the
-member claims the id as every writer does, and the row and Kafka fence its former owner.
+The lease decides which member tries which id, so that no newcomer fences a live owner. Safety does not rest on it: the member
+claims the id as every writer does, and the row and Kafka fence its former owner.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _RUN_AGAIN: Final = "run the work again: this writer takes another id by itself"
 
 
 class LeasedWriter(DualWriter):
-    """A `DualWriter` that stands for one writer after the other, each with an id that it has leased.
+    """A `DualWriter` that uses one writer after another, each with a leased id.
 
     ``make`` makes the writer of an id; by default one with the same settings.
     """
@@ -127,7 +127,7 @@ class LeasedWriter(DualWriter):
         return self._keeper
 
     def _try_next(self) -> DualWriter:
-        """Try to open a writer, in the background. If it raises, no id is leased."""
+        """Try to open a writer, in the background. If it raises, it leaves no id leased."""
         self._database.check()
         if self._falls_back_after_s is None:  # otherwise Kafka is not needed
             ask_first(self._producers.config, self._fleet)  # before an id is leased
@@ -151,9 +151,9 @@ class LeasedWriter(DualWriter):
 
     @staticmethod
     def _keeps(writer: DualWriter, keeper: LeaseKeeper) -> bool:
-        """Whether the id is still leased after its claim; closes the writer otherwise.
+        """Whether the id is still leased after its claim. If not, closes the writer.
 
-        If we were paused before the claim, another member may have settled the id: nobody would settle it again after us.
+        If we were paused before the claim, another member may have settled the id already, and nobody would settle it after us.
         """
         held = False
         try:
@@ -177,7 +177,7 @@ class LeasedWriter(DualWriter):
         return _MembersBlock(self, connection, joined, outbox)
 
     def _lost_with(self, writer: DualWriter, error: BaseException | None) -> TransactionAborted | None:
-        """The error in place of the one that leaves a block, if it is that another owner has taken the id of this member."""
+        """The error to raise in place of the block's, if that says that another owner has taken this member's id."""
         if not isinstance(error, Fenced) or error.outcome != "aborted":
             return None
         if writer_of(error.transactional_id or "") != writer.transactional_id:
@@ -212,7 +212,7 @@ class LeasedWriter(DualWriter):
         )
 
     def _left_behind(self, writer: DualWriter) -> TransactionAborted | None:
-        """The error of a block that found its writer closed, if that is because this member goes on under another id."""
+        """The error of a block that found its writer closed because this member continues under another id."""
         present = self._current
         if present is None or present is writer:
             return None
@@ -258,7 +258,7 @@ class LeasedWriter(DualWriter):
             self._lost = why
 
     def _help_dead(self, dead: Sequence[Lease]) -> None:
-        """Begin to settle what dead members have left, unless this member is busy: the next heartbeat shows it again."""
+        """Begin to settle what dead members left. Does nothing if this member is busy: the next heartbeat shows them again."""
         with self._lock:
             if self._closing.is_set() or (self._helper is not None and self._helper.is_alive()):
                 return
@@ -270,12 +270,12 @@ class LeasedWriter(DualWriter):
         return thread
 
     def _go_on(self, former: DualWriter, busy: threading.Thread | None) -> None:
-        """Open a writer under another id, retrying until that succeeds, and close the former one."""
+        """Open a writer under another id, retrying until that succeeds, and close the previous one."""
         if busy is not None:
             busy.join()
         keeper = self._keeper
         assert keeper is not None
-        # The id is still ours if a recovery has fenced us; then we probably take it again.
+        # If a recovery has fenced us, the id is still ours, and we probably take it again.
         keeper.give_back(settled=False)
         pause_s = _FIRST_PAUSE_S
         while not self._closing.is_set():
@@ -303,7 +303,7 @@ class LeasedWriter(DualWriter):
             logger.warning("%s: closed: %s", former.transactional_id, error)
 
     def _settle(self, dead: Sequence[Lease]) -> None:
-        """Settle what dead members have left, so that nobody waits for a newcomer to take their ids."""
+        """Settle what dead members left, so that nobody waits for a newcomer to take their ids."""
         leases = self._leases
         assert leases is not None
         limit_s = min(self._limits.timeout_s, self._timing.timeout_s)
@@ -315,7 +315,7 @@ class LeasedWriter(DualWriter):
                 # Not renewed: if this takes longer, another member helps. Every settler claims.
                 if not leases.adopt(lease, owner, self._timing.timeout_s):
                     continue
-                # Claims it in any case: a member that was only paused must begin nothing under an id that is free.
+                # Claims it in any case: a member that was only paused must not begin anything under a free id.
                 report = take_over(
                     name,
                     kafka=self._kafka,
@@ -387,7 +387,7 @@ class LeasedWriter(DualWriter):
 
 
 class _MembersBlock(AbstractContextManager["Transaction"]):
-    """A block of the writer that a member has as the block is entered."""
+    """A block of the writer that the member has when the block is entered."""
 
     def __init__(
         self,
@@ -458,7 +458,7 @@ class LeaseKeeper:
         self._lock = threading.Lock()  # a heartbeat must not judge a lease that is taken or given back meanwhile
         self._machine = Machine("lease", LEASE_LIFE, LeaseState.FREE)
         self._name = self._owner = ""
-        # A call that has raised may have taken a lease under this name, as the answer to its COMMIT is missing.
+        # A call that raised may have taken a lease under this name, if only the answer to its COMMIT is missing.
         self._asking_as = ""
         self._here = place_of_this_process()
         self._beside: Sequence[Lease] = ()
@@ -468,7 +468,7 @@ class LeaseKeeper:
 
     @property
     def state(self) -> LeaseState:
-        """The lease as we know it. ``EXPIRED`` does not wait for a heartbeat that gets no answer. Any thread may ask."""
+        """The lease as we know it. Becomes ``EXPIRED`` without waiting for an unanswered heartbeat. Any thread may ask."""
         state = self._machine.state
         if state is LeaseState.HELD and self._timing.is_over(now_s() - self._renewed_at):
             return LeaseState.EXPIRED
@@ -504,7 +504,7 @@ class LeaseKeeper:
             self._thread.start()
 
     def still_held(self) -> bool:
-        """Renew the lease now. Returns False if another member has taken it; raises if that could not be found out."""
+        """Renew the lease now. Returns False if another member has taken it; raises if nobody can tell."""
         asked_at = now_s()
         renewed, _ = self._leases.renew(self._name, self._owner, self._timing.timeout_s, wait_s=self._timing.timeout_s)
         with self._lock:
@@ -519,7 +519,7 @@ class LeaseKeeper:
     def give_back(self, *, settled: bool) -> None:
         """Give the lease back, if there is one: free if nothing is left to settle, otherwise expired.
 
-        A database that does not answer only delays it: the lease expires.
+        If the database does not answer, the lease expires later.
         """
         with self._lock:
             name, owner = self._name, self._owner
@@ -549,7 +549,7 @@ class LeaseKeeper:
     def _rest(self, pause_s: float) -> bool:
         """Wait for the next heartbeat, and meanwhile look at the other processes here. False if the keeper has stopped."""
         until = now_s() + pause_s
-        # After a pause of the process, Event.wait returns at once. Then a heartbeat is due, which asks whether the lease is
+        # After a pause of the process, Event.wait returns at once. A heartbeat is due then, which asks whether the lease is
         # still ours.
         while (left_s := until - now_s()) > 0:
             if self._stopped.wait(min(left_s, _LOOK_S) if self._beside else left_s):

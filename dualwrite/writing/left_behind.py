@@ -1,8 +1,8 @@
-"""What an owner that is gone has left behind: settled by `dualwrite.recovery`, then its waiting messages are sent.
+"""What a dead owner left behind: `dualwrite.recovery` settles it, then its waiting messages are sent.
 
-Sending is a dual write, which needs a lane; so `recover` stands here, above both, and with it what live members of a fleet do
-for dead ones. Whoever sends for another writer has claimed all of its lanes first: the former owner can then decide nothing any
-more, neither directly nor as rows, and sends nothing that waits.
+Sending is a dual write, which needs a lane; so `recover` is here, above both, as is what live members of a fleet do for dead
+ones. Before sending for another writer, it claims all of that writer's lanes: then the former owner can no longer decide
+anything, neither directly nor as rows, and sends nothing that waits.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ def recover(
 ) -> RecoveryReport:
     """Settle what dead owners left behind: commit in Kafka what the database decided, abort the rest, send what waits.
 
-    May be called at any time, by any number of processes at once. Settles a writer with all its lanes, or not at all. That
+    May be called at any time, by any number of processes at once. Settles a writer with all its lanes, or not at all. This
     fences an owner that is still alive: its open transactions abort on both sides, and it must open its writer again.
 
-    Messages that wait in the database are sent, in order, and the mode becomes direct again. One that Kafka refuses for good is
-    moved aside.
+    Messages that wait in the database are sent, in order, and the mode becomes direct again. A message that Kafka refuses for
+    good is moved aside.
 
     Args:
         transactional_id: One writer's id, with its lanes; not together with ``prefix``.
@@ -80,19 +80,20 @@ def recover(
         prefix: All ids with this prefix; all ids if neither is given.
         open_for_s: Leave alone writers that have begun a Kafka transaction, or prepared one in the database, less than this
             many seconds ago: their owner may be alive. By default 0 for one id, and 60 for several. Unless it is 0, also leave
-            alone ids with something undecided whose lease has not expired: live members of fleets, and slots, whose tasks leave
-            what they have prepared to the driver.
+            alone ids with something undecided whose lease has not expired: those of live members of fleets, and slots, whose
+            tasks leave what they have prepared to the driver.
         dry_run: Report what would be done, and change nothing.
         after_restore: The database was restored, and Kafka may show newer messages: continue above every incarnation that Kafka
             knows, and abort what is open there. This includes lanes and writers of the id or the prefix that are younger than
-            the backup, and so have no row. Without an id or a prefix, it includes such lanes only of writers that have a row.
+            the backup, and so have no row. Without an id or a prefix, it includes only lanes, of writers that have a row.
         timeout_s: Limits the whole call, in seconds.
         progress: Called with the number of ids settled so far, and of those to settle. The first call comes before any is
             settled. Several threads call it, one at a time.
         telemetry: As for `DualWriter`.
 
     Returns:
-        The report. On return, everything decided is complete in Kafka or is among the losses, and no message waits any more.
+        The report. On return, except for what was left alone, everything decided is complete in Kafka or is among the losses,
+        and no message waits.
 
     Raises:
         ConfigurationError: An argument cannot be used: an empty id or prefix, a time that is NaN or infinite; or the
@@ -126,7 +127,7 @@ def recover(
         rows = rows_of(store, transactional_id, prefix)
         claimed = {
             writer_of(settled) for settled in report.settled
-        }  # by us, just now: their rows are young, and show no owner
+        }  # by us, just now: so their rows are young, but that is no sign of an owner
         for name in sorted({writer_of(row.transactional_id) for row in rows}):
             waiting = store.outbox.waiting(name).rows
             if not waiting and (transactional_id is None or store.outbox_mode(name) is OutboxMode.DIRECT):
@@ -152,7 +153,7 @@ class Waits(NamedTuple):
 
 
 def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
-    """What waits of these writers, without those of which nothing does."""
+    """What waits of these writers. Leaves out writers of which nothing waits."""
     store = database.store()
     if store.outbox is None:
         return ()
@@ -166,7 +167,7 @@ def what_waits(database: Database, writers: Collection[str]) -> Sequence[Waits]:
 
 
 def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_alone_s: float | None) -> bool:
-    """Whether the owner has changed a row of its writer a short time ago, or holds a lease. A live one sends by itself.
+    """Whether the owner changed a row of its writer a short time ago, or holds a lease. A live owner sends by itself.
 
     ``left_alone_s`` is None if the rows were changed by us.
     """
@@ -187,9 +188,9 @@ def take_over(
     observer: Observer,
     when_refused: WhenRefused,
 ) -> RecoveryReport:
-    """As :func:`recover` for one writer, but claims it even if its owner has left nothing.
+    """As :func:`recover` for one writer, but claims it even if its owner left nothing.
 
-    An owner that was only paused can begin no transaction there from then on, and a late request of a dead one opens none.
+    From then on, an owner that was only paused can begin no transaction, and a late request of a dead one opens none.
     """
     deadline = Deadline(timeout_s)
     report = operator.take_over(
@@ -219,9 +220,9 @@ def send_for(
     owner: str | None = None,
     when_refused: WhenRefused = "aside",
 ) -> int:
-    """Claim a writer whose owner is gone, send what it has left waiting, and turn its mode back to direct.
+    """Claim a writer whose owner is gone, send what it left waiting, and turn its mode back to direct.
 
-    Returns how many messages were sent. `Unavailable` says that something still waits: Kafka, or the time, was missing.
+    Returns how many messages were sent. Raises `Unavailable` if something still waits: Kafka did not answer, or time ran out.
     """
     config = KafkaConfig.parse(kafka)
     settings = ProducerSettings(replace(config, bulk=True), DEFAULT_LIMITS.timeout_s)

@@ -1,12 +1,12 @@
 """``Relay``: sends an outbox table that another program fills, each row once, in the order of its key.
 
 Each round is one dual write: it reads the first rows of the table, deletes or marks them, and produces what they hold. So a row
-is gone, or marked, exactly if its message is in Kafka, whenever the process dies. What relays fear does not arise: nothing is
-marked sent before the broker has it, and nothing is sent again behind what came later.
+is gone, or marked, exactly if its message is in Kafka, whenever the process dies. The usual faults of relays do not arise:
+nothing is marked as sent before the broker has it, and nothing is sent again after later messages.
 
-One process sends, any number stand by. They share a lease with one number, as the members of a fleet that has room for one:
-whoever holds it claims the id, which fences its former owner, so that safety rests on the claim alone. A standby on the same
-machine as a process that has died takes over at once, elsewhere once its lease has expired.
+One process sends, any number stand by. They share one lease, like a fleet with room for a single member: its holder claims the
+id, which fences the former owner, so that safety rests on the claim alone. A standby on the same machine as a process that has
+died takes over at once, elsewhere once its lease has expired.
 
 A round that fails is tried again forever, after growing pauses: the sender must not need a person only because Kafka was away.
 A message that Kafka refuses for good is found by halving (:mod:`dualwrite.protocol.outbox`); then it is moved aside, or
@@ -74,9 +74,9 @@ logger = logging.getLogger(__name__)
 
 _STANDBY_S: Final = 0.5
 _SLICE_S: Final = 0.25
-"""A wait for news is in slices, so that the relay stops soon once it is told to."""
+"""A wait for news is divided into slices of this length, so that the relay stops soon when it is told to."""
 _LOOK_EVERY_S: Final = 5.0
-"""How often a relay that waits for rows looks whether messages were put back."""
+"""How often a relay that waits for rows checks whether messages were put back."""
 _ATTEMPTS_ONCE: Final = 5
 
 
@@ -89,9 +89,9 @@ class RelayReport:
         messages: Messages sent, with their rows deleted or marked.
         rounds: Dual writes that sent them.
         refused: Rows that Kafka refuses, or that make no message: in words, with the row's name in the table.
-        losses: What was decided and is not in Kafka, or may not be; each is recorded as an incident.
-        failures: How often in a row a round has failed by now.
-        error: The error of the last round that failed; None after a round that did not.
+        losses: Decisions whose messages are not in Kafka, or may not be; each is recorded as an incident.
+        failures: How many rounds in a row have failed.
+        error: The error of the last round; None if it succeeded.
         other_active: Whether ``once`` found another process sending.
     """
 
@@ -108,12 +108,12 @@ class RelayReport:
 class Relay:
     """Sends the rows of an outbox table that another program fills: each once, those of one key in order.
 
-    Run it in a process of its own, in as many as you like: one sends, the others stand by and take over in seconds. It needs
+    Run it in as many processes as you like: one sends, the others stand by and take over in seconds. It needs
     the library's tables in the same database (``dualwrite migrate``), and the right to read and delete the rows, or to update
     the column that marks them.
 
     Args:
-        table: The table, and what its columns mean. By default as Debezium's outbox event router takes them.
+        table: The table, and what its columns mean. The default is that of Debezium's outbox event router.
         kafka: librdkafka configuration; ``bootstrap.servers`` at least.
         database: A SQLAlchemy engine or a database URL. PostgreSQL, MariaDB, MySQL or SQLite.
         name: The relay's id, which all processes that send this table share; ``relay-TABLE`` by default. Its transactional ids
@@ -123,8 +123,8 @@ class Relay:
         lease_timeout_s: After this time without a sign of life from the sender, another process takes over, in seconds.
         most_rows: The maximum number of rows in a round.
         most_bytes: The maximum bytes of a round, which the process holds in memory several times over.
-        on_refused: What becomes of a row that Kafka refuses for good, or that makes no message: with ``stop`` everything waits
-            for it, with ``aside`` it is moved aside (``dualwrite outbox list``), and what comes behind it is sent.
+        on_refused: What happens to a row that Kafka refuses for good, or that makes no message. ``stop``: everything waits for
+            it. ``aside``: it is moved aside (``dualwrite outbox list``), and the rows after it are sent.
         progress: Called with the `RelayReport` after each round and each change of state, in the thread of :meth:`run`.
         telemetry: As for `DualWriter`.
 
@@ -185,14 +185,13 @@ class Relay:
         self.report = RelayReport()
 
     def stop(self) -> None:
-        """Let :meth:`run` return when its present round has ended. Any thread may call it, and a signal handler."""
+        """Let :meth:`run` return after its current round. Any thread may call it, and a signal handler."""
         self._stopping.set()
 
     def run(self, *, once: bool = False) -> RelayReport:
-        """Send rows until :meth:`stop` is called; or, with ``once``, until all that are there have been sent.
+        """Send rows until :meth:`stop` is called; or, with ``once``, until all present rows have been sent.
 
-        On return the process has given its place to another one, and left nothing to settle if the servers answer. Call it
-        once.
+        On return another process may take over and, if the servers answered, nothing is left to settle. Call it once.
 
         Raises:
             ConfigurationError: The table does not fit, or the library's tables or a right are missing.
@@ -242,7 +241,7 @@ class Relay:
     # One process sends
 
     def _stand_by(self, keeper: LeaseKeeper, *, once: bool) -> str | None:
-        """Wait for the lease, and return the id that comes with it; None to go no further."""
+        """Wait for the lease, and return its id; None to end."""
         failures = 0
         while not self._stopping.is_set():
             try:
@@ -266,7 +265,7 @@ class Relay:
         return None
 
     def _lead(self, name: str, keeper: LeaseKeeper, *, once: bool) -> bool:
-        """Claim the id and send, until another one has taken it (False), or there is nothing more to do (True)."""
+        """Claim the id and send until there is nothing more to do (True), or another process has taken the id (False)."""
         while not self._stopping.is_set():
             writer = DualWriter(
                 name,
@@ -337,7 +336,7 @@ class Relay:
         return True
 
     def _after(self, writer: DualWriter, sends: Sends, error: DualWriteError, *, once: bool) -> Sends:
-        """What is known after a round that has changed nothing on either side."""
+        """What is known after a round that changed nothing on either side."""
         refusal = refusal_behind(error)
         read = None if self._read is None else self._read.rows
         if refusal is None or not read:
@@ -347,7 +346,7 @@ class Relay:
             return sends.failed()
         topic, reason = refusal
         if self._aside and refuses_topic(error) and (concerned := self._mapping.rows_of(topic, read)):
-            # One by one, each would take the time for which a topic is waited for.
+            # One by one, each would wait for the topic again.
             return self._refused(writer, sends, concerned, reason, once=once)
         if len(read) > 1:
             return sends.refused(len(read))
@@ -368,7 +367,7 @@ class Relay:
     def _refuse(
         self, writer: DualWriter, sends: Sends, rows: Sequence[Sequence[Any]], reason: str, *, once: bool
     ) -> Sends:
-        """The rows at hand cannot be sent: move them aside, or let everything wait until somebody has fixed that."""
+        """Handle rows that cannot be sent: move them aside, or let everything wait until somebody has fixed the cause."""
         if self._aside:
             self._move_aside(writer, rows, reason)
             self.report.refused += [f"{self._rows.shown(row)}: {reason}" for row in rows]
@@ -456,7 +455,7 @@ class Relay:
     # One round
 
     def _round(self, writer: DualWriter, limit: int) -> Rows:
-        """Send the first rows, at most so many: one dual write."""
+        """Send the first rows, up to that many, in one dual write."""
         self._read = None
         try:
             with writer.transaction() as tx:
@@ -478,7 +477,7 @@ class Relay:
 
 
 def _produce(tx: Transaction, messages: Messages) -> None:
-    """Hand messages of one topic to the producer, by the cheapest way that takes them."""
+    """Hand messages of one topic to the producer, in the cheapest way that can take them."""
     topic, values, keys, partitions, timestamps, headers, placed = messages
     if headers is None and partitions is None and timestamps is None and not placed:
         tx.produce_many(topic, values, keys)

@@ -1,16 +1,16 @@
 """The sender of messages that wait in the database: one dual write after another, on a thread of the writer.
 
 A send deletes the next waiting rows and produces what they hold, so it is exactly once by the protocol of every dual write. It
-runs under an id of its own, which is claimed and fenced as the lanes are: nobody else sends the same rows, and who tries finds
-fewer of them to delete than it has read, and aborts. `dualwrite.protocol.outbox` decides how large a send is, when it is the
+runs under an id of its own, which is claimed and fenced as the lanes are. So nobody else sends the same rows: anyone who tries
+finds fewer rows to delete than it has read, and aborts. `dualwrite.protocol.outbox` decides how large a send is, when it is the
 last one, and which message Kafka refuses.
 
-The thread is woken by the writer's own COMMITs and by Kafka's return, and looks by itself now and then: another process may
-have put messages back. It never ends because of an error, except when another owner has taken over. While Kafka is known to be
-silent it tries nothing.
+The writer's own COMMITs and Kafka's return wake the thread. It also looks by itself now and then, because another process may
+have put messages back. No error ends it, except that another owner has taken over. While Kafka is known to be silent it tries
+nothing.
 
-A message that Kafka refuses for good is moved aside with the reason, or stops the sender, as configured. Those behind it go on,
-also those of its key: whoever puts it back later puts it behind them.
+A message that Kafka refuses for good is moved aside with the reason, or stops the sender, as configured. If it is moved aside,
+later messages are sent, even those of its key; a person who puts it back puts it behind them.
 """
 
 from __future__ import annotations
@@ -67,17 +67,17 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOCK_S: Final = 0.25
-"""So long the last send waits for the lock on the mode, while the writer's blocks wait at the gate."""
+"""How long the last send waits for the lock on the mode, while the writer's blocks wait at the gate."""
 _LOOK_EVERY_S: Final = 5.0
-"""How often an idle sender looks whether another process has put messages back."""
+"""How often an idle sender checks whether another process has put messages back."""
 _COUNT_EVERY_S: Final = 1.0
 _SETTLE_S: Final = 10.0
 _SILENT_LOOK_S: Final = 0.25
 _IMPORT_FROM: Final = 5_000
-"""From so many on they repay that pyarrow is imported, if it is installed."""
+"""From this many messages on, importing pyarrow, if it is installed, pays off."""
 _TIME_HEADER_BYTES: Final = size_of(None, None, [(PRODUCED_AT, b"%d" % 10**14)]) - OVERHEAD
 _TRIES: Final = 5
-"""So often in a row a caller that waits for all to be sent tries again."""
+"""How often in a row a caller that waits until everything is sent tries again."""
 
 
 @contextmanager
@@ -107,9 +107,9 @@ class WentBack(Exception):
 class Sending:
     """Sends what waits of one writer, one dual write after another. Used by one thread at a time.
 
-    ``lane`` is the writer's ``#outbox``, which nobody else uses; ``when_refused`` says what becomes of a refused message;
-    ``turns_back`` whether the last send sets the mode back to direct. ``sent`` counts the messages since the mode was direct,
-    ``sent_before`` those until it last became so; ``stopped`` says why it sends no more, if it does not.
+    ``lane`` is the writer's ``#outbox``, which nobody else uses. ``when_refused`` says what happens to a refused message, and
+    ``turns_back`` whether the last send sets the mode back to direct. ``sent`` counts the messages since the mode was last
+    direct, ``sent_before`` those until then. ``stopped`` says why it sends no more, if so.
     """
 
     def __init__(
@@ -158,9 +158,9 @@ class Sending:
         return self._lane.needs_settling
 
     def settle(self) -> None:
-        """Settle what the last send may have left open in Kafka, ours or a former owner's, also while nothing waits any more.
+        """Settle what the last send, ours or a former owner's, may have left open in Kafka, even if nothing waits any more.
 
-        It may have been decided, and have turned the mode back: then nobody else would complete it.
+        That send may have been decided and have turned the mode back: then nobody else would complete it.
         """
         if self.needs_settling:
             self._lane.settle(Deadline(min(self._timeout_s, _SETTLE_S)))
@@ -171,17 +171,17 @@ class Sending:
         return self._sends.rest_s
 
     def get_ready(self) -> None:
-        """Make the lane ready for the next send, if it has been used: then that one asks Kafka nothing first."""
+        """Make the lane ready for the next send, if it has been used, so that this send need not ask Kafka first."""
         if self._lane.usable:
             self._lane.ready(Deadline(min(self._timeout_s, _SETTLE_S)))
 
     def send(self) -> float | None:
         """Send the next messages that wait. Returns the seconds after which to call it again; None if nothing is left to do.
 
-        That is when the mode is direct, or nothing waits and the mode stays *later*. Raises what a dual write raises; a message
-        that Kafka refuses is taken care of instead. Call it again after any error but `Fenced`.
+        Nothing is left once the mode is direct, or once nothing waits and the mode stays *later*. Raises what a dual write
+        raises, except for a message that Kafka refuses, which it handles. Call it again after any error but `Fenced`.
 
-        Once the database has lost a send, nothing is sent any more: what was sent waits again, and no row shows which it is.
+        Once the database has lost a send, it sends nothing more: what was sent waits again, and no row shows which it is.
         """
         if self._lane.lost_decision is not None:
             return self._stand(self._lane.lost_decision)
@@ -212,7 +212,7 @@ class Sending:
             self.sent_before, self.sent = self.sent, 0
             return None
         if self._sends.turns_back:
-            # Nothing to do but to wait for the lock, if it is not free.
+            # If the lock is not free, all that is left to do is to wait for it.
             return 0.0 if read else max(0.0, self._lock_at - now_s())
         return 0.0 if read and not self._sends.caught_up else None
 
@@ -235,7 +235,7 @@ class Sending:
         rows, turned, self._read = self._rows, False, None
         with self._database.connect_to_send() as handle:
             if not made.last:
-                # Meanwhile the markers of the last send arrive. The rows are read once more when they are deleted.
+                # Meanwhile the markers of the last send arrive. Deleting the rows checks that they are still there.
                 with _looking(self._context.store, handle):
                     read = self._read_next(rows, handle, made)
                 if not read.numbers:
@@ -246,7 +246,7 @@ class Sending:
             with self._dual_write(handle) as tx:
                 if made.last:
                     self._lock(rows, handle)
-                    # Only now: what the holders of shares have put is there once the lock is ours.
+                    # Only now: what the holders of shares put is visible once we have the lock.
                     read = self._read_next(rows, handle, made)
                 self._take(tx, rows, handle, read)
                 if made.last and not read.more:
@@ -260,7 +260,7 @@ class Sending:
         return self._read
 
     def _take(self, tx: Transaction, rows: OutboxRows, handle: Handle, read: WaitingMessages) -> None:
-        """Produce what was read and delete it, exactly that: who finds fewer rows has read what somebody else has sent."""
+        """Produce what was read, and delete exactly that. Finding fewer rows means that somebody else has sent some."""
         if not read.numbers:
             return
         write = write_of(tx)
@@ -294,7 +294,7 @@ class Sending:
     # What Kafka refuses
 
     def _refused(self, topic: str, reason: str, *, whole_topic: bool) -> None:
-        """Take one step towards the message that is refused, or move it aside."""
+        """Take one step towards finding the refused message, or move it aside."""
         read, self._read = self._read, None
         assert read is not None
         if whole_topic:
@@ -356,11 +356,11 @@ class Sending:
         self._outbox.note_waiting(found.rows, found.size, found.oldest_s)
 
     def idle(self) -> None:
-        """Record that the last send is complete: nothing was sent for some time."""
+        """Record that the last send is complete, as nothing was sent for some time."""
         self._lane.record_completed()
 
     def close(self) -> None:
-        """Record that the last send is complete, if it is, and let go of the lane. The next owner settles what is left."""
+        """Record that the last send is complete, if it is, and release the lane. The next owner settles what is left."""
         try:
             if self._lane.unrecorded is not None:
                 self._lane.record_completed()
@@ -378,7 +378,7 @@ def _other_sender(found: int, expected: int, transactional_id: str) -> Transacti
 
 
 def messages_of(read: WaitingMessages, max_bytes: int, transactional_id: str) -> Iterator[Sendable]:
-    """What was read, as an engine takes it: by topic, in order. Messages of several topics have no order among them."""
+    """What was read, as an engine takes it: by topic, in order. Between topics there is no order."""
     places: dict[str, list[int] | None]
     if len(set(read.topics)) == 1:
         places = {read.topics[0]: None}
@@ -400,7 +400,7 @@ def messages_of(read: WaitingMessages, max_bytes: int, transactional_id: str) ->
 
 
 def _message(topic: str, read: WaitingMessages, at: int, max_bytes: int, transactional_id: str) -> Message:
-    """One message with the header that says since when it waits; without it, if it would be too large only with it."""
+    """One message with the header that says since when it waits; without the header, if that would make it too large."""
     own: Sequence[Header] = () if read.headers is None else read.headers[at]
     headers = [*own, (PRODUCED_AT, b"%d" % read.produced_ms[at])]
     if size_of(read.values[at], read.keys[at], headers) > max_bytes:
@@ -420,7 +420,7 @@ def _message(topic: str, read: WaitingMessages, at: int, max_bytes: int, transac
 
 
 def _sizes_of(read: WaitingMessages, max_bytes: int) -> Iterator[int]:
-    """The size of each message; none of them, if all together are smaller than one may be."""
+    """The size of each message; empty if all together are smaller than one may be."""
     if read.size + OVERHEAD + _TIME_HEADER_BYTES <= max_bytes:
         return iter(())
     headers: Iterable[Sequence[Header]] = repeat(()) if read.headers is None else read.headers
@@ -466,8 +466,8 @@ def send_all(sending: Sending, writer: str, deadline: Deadline) -> int:
 class Sender:
     """The thread that sends what waits of an open writer.
 
-    ``monitor`` says whether Kafka is known to be silent, watches what the sender asks it, and is told if another owner has
-    taken over.
+    ``monitor`` says whether Kafka is known to be silent, and watches what the sender asks Kafka. The sender tells it if another
+    owner has taken over.
     """
 
     def __init__(
@@ -508,7 +508,7 @@ class Sender:
         self._hurry.set()
 
     def close(self, within_s: float) -> None:
-        """Send what waits, if Kafka answers, for at most so long; then stop. May be called more than once."""
+        """Send what waits, if Kafka answers, for at most that long; then stop. May be called more than once."""
         if self._thread is None or os.getpid() != self._pid:
             return
         self._closing = self._closing or Deadline(within_s)
@@ -535,7 +535,7 @@ class Sender:
         closing = self._closing
         if closing is None:
             return False
-        # The last blocks may have put something since the last send: they have told so before the writer closes.
+        # The last blocks may have put something since the last send; they reported it before the writer closes.
         idle = not self._at_work and not self._outbox.has_news
         return idle or closing.expired or self._failures > 0 or self._monitor.silence is not None
 
@@ -549,13 +549,13 @@ class Sender:
         elif not isinstance(error, DualWriteError):
             logger.error("%s: could not send waiting messages; retrying in %g s", self._writer, pause_s, exc_info=error)
         else:
-            # Once for each time of trouble: an outage must not fill the log.
+            # Once for each outage, which must not fill the log.
             level = logging.WARNING if self._failures == 1 else logging.DEBUG
             logger.log(level, "%s: waiting messages are not sent yet; retrying: %s", self._writer, error)
         return pause_s
 
     def _rest(self, seconds: float) -> None:
-        """Wait, whatever blocks commit meanwhile: their news is that there is more to do, not that it would succeed."""
+        """Wait, even if blocks commit meanwhile: then there is more to do, but it would still fail."""
         if seconds > 0:
             self._hurry.wait(seconds)
             self._hurry.clear()
@@ -590,7 +590,7 @@ class Sender:
         return pause_s
 
     def _count(self) -> None:
-        # Also once nothing is left of what was counted: by that, blocks are refused.
+        # Also once nothing is left, because blocks are refused by the last count.
         is_over = not self._at_work and self._outbox.state.rows > 0
         if is_over or now_s() - self._counted_at >= _COUNT_EVERY_S:
             self._sending.count()

@@ -3,9 +3,9 @@
 The session's transaction and the writer's block become one: the first message joins them, and the session's own commit
 and rollback end both sides. Asynchronous sessions use the same code below their own classes.
 
-SQLAlchemy begins and ends the transaction of such a session. The pooled connection of a joined session gets a ``commit`` of
-ours. SQLAlchemy calls it instead of the driver's, once everything is flushed. It ends the dual write, whose decision is the
-database's COMMIT, as at the end of a block.
+SQLAlchemy begins and ends the transaction of such a session. We give the pooled connection of a joined session a ``commit`` of
+our own, which SQLAlchemy calls instead of the driver's once everything is flushed. It ends the dual write, whose decision is
+the database's COMMIT, as at the end of a block.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dualwrite.writing.transaction import Transaction
 
 Block = Callable[[Session, Connection], AbstractContextManager["Transaction"]]
-"""A dual write in the transaction that the session's connection is in: entered before its first message, left in place of
+"""A dual write in the transaction that the session's connection is in: entered before its first message, left instead of
 COMMIT."""
 
 _JOINED: Final = "dualwrite.joined"
@@ -59,8 +59,8 @@ class Kind:
 class Joining:
     """The sessions of one factory, and the dual writes that they have joined.
 
-    Sessions of the engine ``joins_first`` join a dual write before ``begin_nested()`` sends their first SAVEPOINT: SQLite's,
-    where a savepoint that no BEGIN precedes commits at its end.
+    Sessions of the engine ``joins_first`` join a dual write before ``begin_nested()`` sends their first SAVEPOINT. This is for
+    SQLite, where a savepoint without a BEGIN before it commits at its end.
     """
 
     def __init__(self, transactional_id: str, kind: Kind, block: Block, *, joins_first: Engine | None = None) -> None:
@@ -70,13 +70,13 @@ class Joining:
         self._eager = joins_first
         self._connections: weakref.WeakKeyDictionary[Session, weakref.WeakSet[Connection]] = weakref.WeakKeyDictionary()
         self._joined: weakref.WeakKeyDictionary[Session, _Joined] = weakref.WeakKeyDictionary()
-        watch_sessions()  # a listener that is added while SQLAlchemy calls others, as in begin_nested(), makes that fail
+        watch_sessions()  # SQLAlchemy fails if a listener is added while it calls others, as in begin_nested()
         event.listen(kind.of, "after_begin", self._began)
         event.listen(kind.of, "after_transaction_create", self._created)
         event.listen(kind.of, "after_transaction_end", self._ended)
 
     def join(self, session: Session) -> Transaction:
-        """The dual write of the session's transaction, which joins one unless it has."""
+        """The dual write of the session's transaction, which first joins one if necessary."""
         return self._join(session, session.connection())
 
     def _join(self, session: Session, connection: Connection) -> Transaction:
@@ -181,8 +181,8 @@ class _Joined:
         self._pooled.info[_JOINED] = weakref.ref(self)
         if not listens(self.connection, "rollback", _rolled_back):
             event.listen(self.connection, "rollback", _rolled_back)
-            # To the front, as SQLAlchemy takes no insert=True here: a listener of the application that raises would keep it
-            # from calling ours, and from its ROLLBACK.
+            # Put to the front, because SQLAlchemy takes no insert=True here: if a listener of the application raises,
+            # SQLAlchemy calls neither the later ones nor ROLLBACK.
             listeners: Any = self.connection.dispatch.rollback
             listeners.local.listeners.rotate(1)
         pool = self.connection.engine.pool
@@ -200,11 +200,11 @@ class _Joined:
         self._block = block
 
     def is_of(self, session: Session) -> bool:
-        """Whether the session may produce: it is the one that joined, or that one's part of the transaction has ended."""
+        """Whether this session may produce: it is the one that joined, or that one's part of the transaction has ended."""
         return self._session is None or self._session() is session
 
     def refuse(self, what: str, next_step: str) -> NoReturn:
-        """Refuse a message. The transaction must not commit without it."""
+        """Refuse a message, and let the transaction not commit without it."""
         error = IllegalStateError(what, transactional_id=self.sessions.transactional_id, next_step=next_step)
         self.refusal = self.refusal or as_value(error)
         raise error
@@ -290,8 +290,8 @@ def _rolled_back(connection: Connection) -> None:
 def _returned(driver: object, record: ConnectionPoolEntry | None, why: object) -> None:
     """Abort both sides before the pool gives the connection to other code, or closes it.
 
-    SQLAlchemy sends no ROLLBACK, and calls no listener, after a COMMIT that another listener or a lost connection has stopped:
-    the rows would stay in the connection, for the next session that uses it to commit.
+    After a COMMIT that another listener or a lost connection has stopped, SQLAlchemy sends no ROLLBACK and calls no listener.
+    The rows would stay in the connection, and the next session that uses it would commit them.
     """
     del driver, why
     reference = None if record is None else record.info.get(_JOINED)
@@ -301,7 +301,7 @@ def _returned(driver: object, record: ConnectionPoolEntry | None, why: object) -
 
 
 def asynchronous() -> ConfigurationError:
-    """The error for sessions that await, where threads are expected."""
+    """The error for asynchronous sessions where threads are expected."""
     return ConfigurationError(
         "asynchronous sessions cannot be bound to a writer for threads",
         next_step="bind them to an AsyncDualWriter; or bind the sessionmaker of a plain engine (create_engine), and use it in "
@@ -335,11 +335,12 @@ _BIND_ASYNC: Final = "bind the async_sessionmaker to an AsyncDualWriter, and awa
 class BoundSessions:
     """The sessions of one factory, which may produce messages that commit with their rows. Made by ``DualWriter.bind``.
 
-    A session that produces joins a dual write: it takes a lane, and the writer checks in the session's transaction that it
-    still owns the lane, before the message is sent. From then on ``session.commit()``, or the end of ``with session.begin()``,
-    commits both sides, with the errors of ``DualWriter.transaction()``; after an error call ``session.rollback()``, as after
-    every commit that fails. ``rollback()`` and ``close()`` abort both sides. A message that is produced inside
-    ``begin_nested()`` is dropped when that savepoint is rolled back. Sessions that produce nothing are left alone.
+    A session that produces joins a dual write: it takes a lane, and before the message is sent the writer checks in the
+    session's transaction that it still owns the lane. From then on ``session.commit()``, or the end of ``with
+    session.begin()``, commits both sides, with the errors of ``DualWriter.transaction()``; after an error call
+    ``session.rollback()``, as after every failed commit. ``rollback()`` and ``close()`` abort both sides. A message that is
+    produced inside ``begin_nested()`` is dropped when that savepoint is rolled back. Sessions that produce nothing are left
+    alone.
 
     Args:
         transactional_id: The writer's.
@@ -388,7 +389,7 @@ class BoundSessions:
         )
 
     def join(self, session: Session | scoped_session[SessionT]) -> Transaction:
-        """Let the session's transaction join a dual write, unless it has; :meth:`produce` does so by itself.
+        """Let the session's transaction join a dual write, unless it has joined one; :meth:`produce` does so by itself.
 
         Call it before the session's first statement if its isolation level is REPEATABLE READ or SERIALIZABLE: with a snapshot
         that is older than the dual write, the writer could not see that another owner has taken over.

@@ -1,6 +1,6 @@
 """``with writer.transaction() as tx``: the object that users hold, its serializers, and which blocks are open.
 
-Blocks are never nested, and none blocks an event loop: the guard below notices both. Arguments that cannot work are
+Blocks must not be nested, and must not block an event loop: the guard below refuses both. Arguments that cannot work are
 refused before anything is claimed.
 """
 
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
     from dualwrite.writing.lane import OnLoss
 
 
-# Serializers: callables that make the bytes of keys and values, as confluent-kafka's `SerializingProducer` has them.
+# Serializers: callables that make the bytes of keys and values, like those of confluent-kafka's `SerializingProducer`.
 
 Serializer: TypeAlias = Callable[[Any, "SerializationContext"], bytes | str | None]
 """Makes a key or a value from an object: ``(object, SerializationContext) -> bytes``. It may add to the context's headers."""
 
 ByTopic: TypeAlias = Serializer | Mapping[str, Serializer] | None
-"""One for all topics, or one for each topic; the other topics then have none."""
+"""One for all topics, or one for each topic that has one."""
 
 
 class Serializers(TypedDict, total=False):
     """The serializers of a writer: ``{"key": ..., "value": ...}``, or one of the two.
 
-    Each is a callable ``(object, SerializationContext) -> bytes``, as those of confluent-kafka, or a dictionary with one for
+    Each is a callable ``(object, SerializationContext) -> bytes`` like those of confluent-kafka, or a dictionary with one for
     each topic that has one. Many threads use them at once.
 
     Attributes:
@@ -89,13 +89,13 @@ class Serializing:
 
     @classmethod
     def of(cls, given: Serializers | None) -> Self:
-        """Make it of what a writer was given."""
+        """Make it from a writer's argument."""
         return cls(**key_and_value("serializers", given))
 
     def message(
         self, topic: str, key: object, value: object, headers: ObservedHeaders
     ) -> tuple[Bytes, Bytes, ObservedHeaders]:
-        """The key, value and headers to produce. The caller's headers stay as they are. What has no serializer stays, too."""
+        """The key, value and headers to produce: as given if there is no serializer. Never changes the caller's headers."""
         key_by, value_by = for_topic(self._key, topic), for_topic(self._value, topic)
         if key_by is None and value_by is None:
             return cast("Bytes", key), cast("Bytes", value), headers
@@ -163,8 +163,8 @@ NO_SERIALIZERS: Final = Serializing()
 def as_value(error: BaseException) -> DualWriteError:
     """An error to keep until the end of a dual write: what it says, without its traceback and its causes.
 
-    Their frames hold what the caller has open. Through them, a session that was dropped after the error would stay alive as
-    long as its dual write, which ends when the session is collected: neither would ever end.
+    A traceback's frames refer to what the caller has open. They would keep a session that was dropped after the error alive as
+    long as its dual write, which ends only when the session is collected: neither would ever end.
     """
     if isinstance(error, DualWriteError):
         return copy(error)
@@ -184,7 +184,7 @@ def raise_aborted(refusal: DualWriteError, transactional_id: str | None, subject
 
 
 class Refusals:
-    """The first error that must abort a piece of work, even if its code continues; kept as a value."""
+    """The first error that must abort a piece of work even if its code continues; kept as a value."""
 
     first: DualWriteError | None = None
 
@@ -196,7 +196,7 @@ class Refusals:
 class Work(ABC):
     """The work of a block's code, as its :class:`Transaction` needs it: a dual write, or one unit of it.
 
-    ``refusals`` has the first error that must abort it, even if its code continues.
+    ``refusals`` has the first error that must abort it even if its code continues.
     """
 
     transactional_id: str
@@ -221,7 +221,7 @@ class Work(ABC):
 
     @abstractmethod
     def resource(self, name: str) -> Any:
-        """The object that the database gives to the user's code under this name, until the block has ended."""
+        """The database's object of that name for the user's code, until the block has ended."""
 
     @property
     @abstractmethod
@@ -236,9 +236,9 @@ class Work(ABC):
     @property
     @abstractmethod
     def in_savepoint(self) -> bool:
-        """Whether a savepoint is open, so that the present work may be undone although the transaction commits.
+        """Whether a savepoint is open, so that what is done now may be undone although the transaction commits.
 
-        Sends nothing, and does not see a savepoint past SQLAlchemy.
+        Sends nothing, and does not see savepoints that bypass SQLAlchemy.
         """
 
     @abstractmethod
@@ -249,7 +249,7 @@ class Work(ABC):
     def send(self, message: Sendable) -> None:
         """Hand one or many messages, or offsets, to the engine: at once, or when the open savepoint is released.
 
-        What refuses them must abort, even if its code continues.
+        If they are refused, the work must abort even if its code continues.
         """
 
     def refuse(self, error: BaseException) -> None:
@@ -260,8 +260,8 @@ class Work(ABC):
 class Transaction:
     """One dual write: rows through :attr:`connection` or :attr:`session`, messages through :meth:`produce`.
 
-    Made by ``DualWriter.transaction()``; used by one thread; usable until its block ends. The block commits or aborts it:
-    leave the block normally, or raise.
+    Made by ``DualWriter.transaction()``; used by one thread; usable until its block ends. To commit it, leave the block
+    normally; to abort it, raise.
     """
 
     def __init__(self, dual_write: Work, serializing: Serializing = NO_SERIALIZERS) -> None:
@@ -270,7 +270,7 @@ class Transaction:
 
     @property
     def transactional_id(self) -> str:
-        """The id that this dual write runs under: the writer's own or that of one of its lanes."""
+        """The id that this dual write runs under: the writer's own, or one of its lanes'."""
         return self._dual_write.transactional_id
 
     @property
@@ -289,7 +289,7 @@ class Transaction:
 
         While the block runs, None means that it sends directly, but may still fall back. Once it has ended: True if its rows
         are committed and its messages wait in the database, or for Kafka's answer to their commit; False if they are visible,
-        or it was aborted, or had none.
+        or if it was aborted or had none.
         """
         return self._dual_write.outbox
 
@@ -337,7 +337,7 @@ class Transaction:
 
     @property
     def without_serializers(self) -> Transaction:
-        """This transaction without the writer's serializers: for messages that are passed on as they were read."""
+        """This transaction without the writer's serializers, for messages that are passed on as they were read."""
         return Transaction(self._dual_write)
 
     def produce(
@@ -355,32 +355,33 @@ class Transaction:
 
         Nothing is durable on return. A message that fails later makes the whole dual write abort when the block ends.
 
-        Inside a savepoint (``begin_nested()`` of :attr:`connection` or :attr:`session`, or ``SAVEPOINT`` as text) it waits in
-        memory: it is sent when the outermost savepoint is released, and forgotten, its ``on_delivery`` not called, when the
-        savepoint is rolled back. What waits is a copy, checked at the call.
+        Inside a savepoint (``begin_nested()`` of :attr:`connection` or :attr:`session`, or ``SAVEPOINT`` as text) a checked
+        copy of it waits in memory. It is sent when the outermost savepoint is released, and dropped, without a call of
+        ``on_delivery``, when the savepoint is rolled back.
 
         Args:
             topic: Topic name.
-            value: Payload: what the topic's value serializer takes; without one, bytes, or a string, encoded as UTF-8, or None.
+            value: Payload: what the topic's value serializer takes; without a serializer bytes, a string, which is encoded as
+                UTF-8, or None.
             key: Key, likewise; decides the partition if none is given.
             partition: Partition number.
             headers: Record headers.
             timestamp_ms: Record timestamp in ms since 1970, from 1 on; the current time if not given.
             on_delivery: Called with ``(error or None, message)`` from a later ``produce`` or at the end of the block. What it
-                produces there commits with the block. What it raises aborts both sides and leaves the block, or becomes the
-                context of the block's own error. Not called, or not again, once the messages of the block wait in the database
-                (``outbox=`` of the writer): nothing is delivered yet, and it may be another process that delivers them. Not
-                offered by a writer in bulk mode.
+                produces there commits with the block. If it raises, both sides abort; its error leaves the block, or becomes
+                the context of the block's own error. No longer called once the messages of the block wait in the database
+                (``outbox=`` of the writer): nothing is delivered yet, and another process may deliver them. Not offered by a
+                writer in bulk mode.
 
         Raises:
             IllegalStateError: The block has ended.
-            TransactionAborted: The producer refuses the message, or a savepoint was rolled back unseen; leave the block, both
+            TransactionAborted: The producer refuses the message, or a savepoint was rolled back unseen. Leave the block: both
                 sides abort.
             Fenced: Another owner took over.
             TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Nothing was produced, and the
                 block may continue without this message.
-            KeySerializationError, ValueSerializationError: A serializer has failed, which is the cause. Nothing was produced,
-                and the block may continue without this message. (Both are confluent-kafka's, from ``confluent_kafka.error``.)
+            KeySerializationError, ValueSerializationError: A serializer failed; its error is the cause. Nothing was produced,
+                and the block may continue without this message. (Both are from ``confluent_kafka.error``.)
         """
         write = self._dual_write
         if self._serializing.none:
@@ -418,7 +419,7 @@ class Transaction:
 
         Raises:
             IllegalStateError, TransactionAborted, Fenced: As `produce`.
-            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Those before it may have been
+            TypeError, UnicodeEncodeError: A part is of another type, or a text has a surrogate. Earlier messages may have been
                 produced, so both sides abort even if the block continues.
             KeySerializationError, ValueSerializationError: As `produce`; none of them was produced.
             ValueError: The numbers of keys and values differ; none of them was produced.
@@ -465,7 +466,7 @@ class Transaction:
     def send_offsets_to_transaction(self, offsets: Sequence[TopicPartition], group_metadata: object) -> None:
         """Commit consumed offsets together with this dual write (consume, transform, write to both).
 
-        Inside a savepoint they wait for it, as messages do. They are a part of Kafka's transaction, so a block that has any
+        Inside a savepoint they wait for it, as messages do. They are a part of Kafka's transaction, so a block with offsets
         cannot wait in the database while Kafka is away (``outbox=`` of the writer): it aborts, as without an outbox. Offsets
         that are kept as rows can wait.
 
@@ -475,7 +476,7 @@ class Transaction:
 
         Raises:
             IllegalStateError: The block has ended.
-            TransactionAborted, Fenced, Unavailable: The broker did not accept them; leave the block, both sides abort.
+            TransactionAborted, Fenced, Unavailable: The broker did not accept them. Leave the block: both sides abort.
         """
         # The caller may change its list while they wait.
         self._dual_write.send(ConsumedOffsets(list(offsets), group_metadata))
@@ -490,15 +491,14 @@ def write_of(transaction: Transaction) -> Work:
 
 
 def unit_of(transaction: Transaction, unit: Work) -> Transaction:
-    """The transaction of one unit, with the serializers of its group's."""
+    """The transaction of one unit, with the serializers of its group's transaction."""
     return Transaction(unit, transaction._serializing)  # noqa: SLF001 - of this module
 
 
 # Tracks the blocks that this thread or task is inside of, to refuse a block inside another of the same writer.
-#
-# Each entry is noted in the context (`contextvars`) together with its thread or task: a web framework enters a block in
-# one thread and leaves it in another, each in a copy of the request's context. Entries need not be removed: a block
-# that has ended no longer counts, wherever and however it ended.
+# Each entry is kept in the context (`contextvars`) together with its thread or task, because a web framework enters a block in
+# one thread and leaves it in another, each in a copy of the request's context. Entries need not be removed: a block that has
+# ended no longer counts, wherever and however it ended.
 
 _Entered = tuple[int, object, "weakref.ref[Ticket[Any]]"]
 Blocks = Sequence[_Entered]
@@ -513,10 +513,10 @@ def would_block_a_loop() -> bool:
 
 
 def refuse_blocking_a_loop(transactional_id: str) -> None:
-    """Raise if the caller would block an event loop: all of its tasks would stand still, perhaps forever.
+    """Raise if the caller would block an event loop: all of its tasks would stop, perhaps forever.
 
-    For example, if two tasks wait for each other's rows, the one that could continue never gets its turn. A notebook runs its
-    cells in an event loop, where nothing else of the application runs.
+    For example, if two tasks wait for each other's rows, the one that could continue never gets its turn. A notebook's event
+    loop is no problem: nothing else of the application runs in it.
     """
     if would_block_a_loop():
         raise IllegalStateError(
@@ -529,7 +529,7 @@ def refuse_blocking_a_loop(transactional_id: str) -> None:
 def refuse_nested(writer: object, transactional_id: str) -> None:
     """Raise if this thread or task is inside a block of that writer: the two could wait for each other, or commit apart.
 
-    ``writer`` stands for the writer, and is the same object for all of its blocks.
+    ``writer`` identifies the writer: the same object for all of its blocks.
     """
     _refuse_nested(_open(), id(writer), here().caller(), transactional_id)
 
@@ -567,7 +567,7 @@ def entered_here() -> Blocks:
 
 
 def continue_inside(blocks: Blocks, task: object = None) -> None:
-    """Note that work in another context is done inside these blocks, by this thread or by the given task."""
+    """Note that this thread or the given task works inside these blocks, in another context."""
     caller = here().caller() if task is None else task
     _entered.set((*_open(), *((of, caller, ticket) for of, _, ticket in blocks)))
 
@@ -626,7 +626,7 @@ class AsyncWriterSettings(CommonSettings, AsyncWriterOptions, total=False):
 
 
 def check_options(given: Mapping[str, object]) -> None:
-    """Refuse what is not an argument of a writer, or what the caller gives to it."""
+    """Refuse what is not an argument of a writer, or what the caller sets itself."""
     known = WriterOptions.__annotations__.keys()
     if unknown := sorted(given.keys() - known):
         raise ConfigurationError(

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from dualwrite.protocol.prepared_state import PreparedTxnState
     from dualwrite.writing.dual_write import DualWrite
 
-# `RowUnit`: a unit of a group given as data, so that the rows of many units are written by one statement.
+# `RowUnit`: a unit of a group given as data, so that one statement writes the rows of many units.
 
 _WRITES: Final = re.compile(r"\s*(?:insert|update|delete|merge|replace)\b", re.IGNORECASE)
 _RETURNS: Final = re.compile(r"\breturning\b", re.IGNORECASE)
@@ -46,11 +46,11 @@ class RowUnit:
     """Rows and messages of one caller, for ``submit``: a unit of work as data instead of code.
 
     Consecutive units of a group with the same statement are executed together (``executemany``), in one savepoint. With many
-    callers, that is several times as fast as functions. If it fails, each of them runs in a savepoint of its own, so that only
-    the failing unit gets the error.
+    callers, this is several times as fast as functions. If it fails, each unit runs in a savepoint of its own, so that only the
+    failing one gets the error.
 
     Two statements are the same if they are one object, or both a bare ``insert(table)``, and their parameters have the same
-    names. So make a statement once, and pass what differs as parameters.
+    names. So create a statement once, and pass what differs as parameters.
 
     Args:
         statement: ``insert()``, ``update()``, ``delete()``, or one of them as ``text()``. It must not return rows.
@@ -58,8 +58,8 @@ class RowUnit:
             mappings with the same names, for several rows.
         messages: The messages that commit with the rows, in their order; none if not given. Their headers are copied.
 
-    The statement runs without the context variables of the caller: if a column default reads one, pass its value as a
-    parameter. Serializers and telemetry do see them.
+    The statement does not see the caller's context variables: if a column default reads one, pass its value as a parameter.
+    Serializers and telemetry do see them.
 
     Raises:
         ConfigurationError: The statement returns rows, or is of another kind; or the parameters or messages cannot be used.
@@ -106,7 +106,7 @@ def execute_rows(units: Sequence[RowUnit], transaction: Transaction) -> None:
 
 
 def _copied(message: ProducerRecord) -> ProducerRecord:
-    """The message as it is now: its caller may use the same headers for the next one."""
+    """A copy of the message: its caller may use the same headers for the next one."""
     if not isinstance(message, ProducerRecord):
         raise ConfigurationError(
             f"{type(message).__name__} is no message", next_step="give each as dualwrite.ProducerRecord(topic, value)"
@@ -167,14 +167,14 @@ class Task(Protocol):
     def begin(self) -> bool:
         """Note that the work begins. Returns False if the caller has given it up, or its time is over.
 
-        From then on it can do neither, until :meth:`rest`. Not to be called again after False.
+        After True neither can happen until :meth:`rest`. Do not call it again after False.
         """
         ...
 
     def rest(self, error: BaseException | None) -> None:
-        """Note that the work has not begun, or that it runs again later: until then it may be given up.
+        """Note that the work has not begun, or runs again later: until then it may be given up.
 
-        ``error`` is what the run has failed with; None if it has not begun.
+        ``error`` is the run's error; None if it has not begun.
         """
         ...
 
@@ -196,7 +196,7 @@ def closed_error(name: str) -> IllegalStateError:
 
 
 def answer_all(answers: Iterable[Answer]) -> None:
-    """Tell the callers. What a callback of one raises, ``SystemExit`` say, comes out once all others have their answer."""
+    """Tell the callers. If a callback raises, ``SystemExit`` for example, this raises it once all others have their answers."""
     raised: BaseException | None = None
     for tell in answers:
         try:
@@ -222,13 +222,13 @@ def late_error(name: str, within_s: float) -> Unavailable:
 
 
 def check_within(within_s: float | None) -> None:
-    """Refuse a time that no unit can begin in, or that no thread can wait for."""
+    """Refuse a time within which no unit can begin, or for which no thread can wait."""
     if within_s is not None:
         check_seconds("within_s", within_s)
 
 
 class Expiry:
-    """When a unit may no longer begin, and the error that its caller then gets: one rule for threads and for tasks."""
+    """When a unit may no longer begin, and the error that its caller gets then. The same for threads and tasks."""
 
     def __init__(self, name: str, within_s: float | None) -> None:
         self.until = None if within_s is None else Deadline(within_s)
@@ -246,7 +246,7 @@ class Expiry:
         self._last = error or self._last
 
     def error(self) -> BaseException:
-        """The error of the last run; that the unit has not begun in time, if there was none."""
+        """The error of the last run; if there was none, that the unit has not begun in time."""
         return late_error(self._name, self._within_s) if self._last is None else copied(self._last)
 
 
@@ -257,9 +257,9 @@ class NothingKept(Exception):
 class GroupRun:
     """Notes how the units of one group end, and derives what follows.
 
-    ``taken`` are the units in the order in which they are to run. After the end, ``again`` are the units for a later group, in
-    their order, and ``resting`` those of them that wait for a server or a conflict; the others have nothing to wait for.
-    ``failures`` says how often those that wait have failed; 0 if there are none.
+    ``taken`` are the units in the order in which they run. After the end, ``again`` are the units for a later group, in their
+    order, and ``resting`` those among them that must wait, for a server or after a conflict. ``failures`` says how often these
+    have failed; 0 if there are none.
     """
 
     def __init__(self, name: str, taken: Sequence[Unit[Any]]) -> None:
@@ -284,11 +284,11 @@ class GroupRun:
 
     @property
     def kept(self) -> int:
-        """How many units are done, and are to commit."""
+        """How many units are done, and will commit."""
         return len(self._results)
 
     def begins(self, unit: Unit[Any]) -> bool:
-        """Note that a unit is about to begin, unless its caller has given it up, or one of its key must come first."""
+        """Note that a unit is about to begin, unless its caller has given it up, or a unit with its key must come first."""
         if unit.key in self._postponed or unit in self._dropped:
             return False
         if unit not in self._begun:
@@ -299,12 +299,12 @@ class GroupRun:
         return True
 
     def has_run(self, unit: Unit[Any], error: BaseException | None) -> None:
-        """Note that the work of a unit has run, and its error if any: the cause if the group ends before :meth:`ended`."""
+        """Note that a unit's work has run, and its error, if any: the cause if the group ends before :meth:`ended`."""
         self._running, self._raised = unit, error
         self._ran.add(unit)
 
     def have_run(self, units: Iterable[Unit[Any]]) -> None:
-        """Note that units have run as one. What ends the group may be due to any of them."""
+        """Note that units have run as one. If the group ends, any of them may be the cause."""
         self._ran.update(units)
 
     def ended(self, unit: Unit[Any], result: object, error: BaseException | None) -> None:
@@ -319,7 +319,7 @@ class GroupRun:
             self._postponed.add(unit.key)
 
     def require_any(self) -> None:
-        """Leave the block, with `NothingKept`, if no unit is to commit."""
+        """Leave the block, with `NothingKept`, if no unit will commit."""
         if not self._results:
             raise NothingKept
 
@@ -390,7 +390,7 @@ class GroupRun:
             logger.info(text, self._name, len(self._ran), error, len(self.again))
 
     def _shown(self, unit: Unit[Any], error: BaseException) -> BaseException:
-        """The error for one caller. A unit's own error may depend on rows that are gone once the group is aborted."""
+        """The error for one caller. A unit's own error may be due to rows that are gone once the group is aborted."""
         if unit is self._running:
             raised = self._raised
             # It means that the unit was rolled back: true only if the group has left nothing behind.
@@ -425,13 +425,13 @@ def copied(error: BaseException) -> BaseException:
     return made.with_traceback(error.__traceback__)
 
 
-# A dual write divided into units: each has its own savepoint, messages and session, and is kept or dropped by itself.
+# A dual write divided into units: each has its own savepoint, messages and session, and is kept or dropped alone.
 
 
 class Uses:
-    """The uses of a unit by its code, each a block: those under way are waited for at its end, and later ones refused.
+    """The uses of a unit by its code, each a block. The unit's end waits for those under way, and refuses later ones.
 
-    A part of the unit may run on in another task or thread: its statement, or its message, must not fall into the next unit.
+    A part of the unit may still run in another task or thread: its statement or message must not end up in the next unit.
     """
 
     def __init__(self, transactional_id: str) -> None:
@@ -462,7 +462,7 @@ class Uses:
                 self._changed.notify_all()
 
     def end(self) -> None:
-        """Refuse later ones, and wait for those under way. Only the caller may continue, until :meth:`close`."""
+        """Refuse later uses, and wait for those under way. Only the caller may continue, until :meth:`close`."""
         with self._changed:
             self._ended = True
             while self._under_way:
@@ -543,7 +543,7 @@ class UnitWrite(Work):
     def finish(self) -> None:
         """Flush its session, and release the savepoints that it has left open.
 
-        Raises if it continued after an error, or if the database refuses what was flushed.
+        Raises if the session continued after an error, or if the database refuses what was flushed.
         """
         if self.refusals.first is not None:
             raise_aborted(self.refusals.first, self.transactional_id, "the unit")
@@ -552,13 +552,13 @@ class UnitWrite(Work):
             nested.commit()
 
     def close(self) -> None:
-        """Close its session. Its objects stay readable. Never raises: the connection may be lost, or refused to a late part."""
+        """Close its session; its objects stay readable. Never raises: the connection may be lost, or refused to a late part."""
         with suppress(exc.SQLAlchemyError, IllegalStateError):
             self._session.close()
 
 
 class Divided:
-    """Begins and ends the units of one dual write, one at a time. The block of the dual write is around it."""
+    """Begins and ends the units of one dual write, one at a time, inside the block of the dual write."""
 
     def __init__(self, transaction: Transaction) -> None:
         self._transaction = transaction
@@ -568,7 +568,7 @@ class Divided:
 
     @property
     def size(self) -> int:
-        """The size of the messages of the units that were kept, and of the present one, in bytes."""
+        """The size in bytes of the messages of all kept units and of the current one."""
         return self._kept_size + (0 if self._unit is None else self._unit.size)
 
     @property
@@ -585,9 +585,9 @@ class Divided:
         return unit_of(self._transaction, self._unit)
 
     def work_ended(self) -> None:
-        """End what the unit may do, also by parts that continue. Then make sure that the database has opened its savepoint.
+        """Let the unit do nothing more, not even in parts that continue. Then make sure that its savepoint was opened.
 
-        Otherwise errors of its work are not its own. A `DualWriteError` says that the group cannot continue.
+        Without a savepoint, its errors concern the whole group. A `DualWriteError` says that the group cannot continue.
         """
         assert self._unit is not None
         self._unit.uses.end()
@@ -596,8 +596,7 @@ class Divided:
     def end(self, error: BaseException | None) -> BaseException | None:
         """End the unit: keep it, or roll it back if its work has failed.
 
-        Returns the error that it has failed with, or None if it is kept. A `DualWriteError` says that the group cannot
-        continue.
+        Returns its error, or None if it is kept. A `DualWriteError` says that the group cannot continue.
         """
         unit, self._unit = self._unit, None
         assert unit is not None
@@ -617,7 +616,7 @@ class Divided:
         return None
 
     def give_up(self) -> None:
-        """Leave the present unit, if any, as it is: the group ends with an error. Never raises."""
+        """Leave the current unit, if any, as it is: the group ends with an error. Never raises."""
         if self._unit is not None:
             self._unit.uses.close()
 

@@ -1,4 +1,4 @@
-"""The work that a writer is given: to run in a dual write of its own, and again after an error, or as one unit of a group.
+"""Work that a writer runs: in a dual write of its own, and again after an error; or as one unit of a group.
 
 It runs again only after errors that left nothing behind on either side. :mod:`dualwrite.writing.group_commit` runs units.
 """
@@ -141,7 +141,7 @@ def run_again(
     name: str,
     patience: Patience,
 ) -> Result:
-    """Make attempts until one commits both sides, or may not be followed by another.
+    """Make attempts until one commits both sides, or no further one is allowed.
 
     ``block`` returns the block of a new dual write, and ``work`` is called with the transaction of each. The error of the last
     attempt is raised; its notes name those of the earlier ones.
@@ -165,7 +165,7 @@ def run_again(
 
 
 def pause_after_s(failures: int) -> float:
-    """The pause after so many failures before an attempt that :func:`run_again` does not make, by its rule, in seconds."""
+    """The pause after so many failures, in seconds, by the rule of :func:`run_again`, for attempts made elsewhere."""
     return 0.0 if not failures else random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**failures))  # noqa: S311 - no secret
 
 
@@ -181,7 +181,7 @@ def refuse_not_run(result: object, name: str) -> None:
 
 
 def is_not_run(result: object) -> bool:
-    """Whether it is the result of a coroutine or generator function, which has not run. A coroutine is closed."""
+    """Whether this is the result of a coroutine or generator function, which has not run. Closes a coroutine."""
     if inspect.iscoroutine(result):
         result.close()
     if inspect.isgenerator(result):
@@ -262,15 +262,15 @@ class Submitting:
     ) -> Result:
         """Run the work in a dual write, and again in a new one after an error that left nothing behind on either side.
 
-        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of
-        the work's own statements and of COMMIT), after `Unavailable` while nothing was decided, and while the database is a
-        standby or read-only, as during a failover; never after an error that leaves a side in doubt or committed, nor after an
-        exception of the work itself. The pauses between attempts are random and grow. The log names each attempt with its
-        outcome.
+        It runs again after `TransactionAborted` with ``retryable`` (which includes deadlocks and serialization failures of the
+        work's own statements and of COMMIT), after `Unavailable` while nothing was decided, and while the database is a standby
+        or read-only, as during a failover. It never runs again after an error that leaves a side in doubt or committed, or
+        after an exception of the work itself. The pauses between attempts are random and grow. The log names each attempt with
+        its outcome.
 
         Args:
-            work: Called with the transaction, once for each attempt. It repeats all that it does, its reads too; what it does
-                elsewhere happens once for each attempt.
+            work: Called with the transaction, once for each attempt. Each attempt repeats everything, including reads, and what
+                the work does elsewhere.
             attempts: The maximum number of attempts.
             within_s: No attempt begins later than this after the call; None sets no limit. In seconds.
             longest_pause_s: The longest pause between two attempts, in seconds.
@@ -305,45 +305,44 @@ class Submitting:
         key: Hashable | None = None,
         within_s: float | None = None,
     ) -> Future[Result] | Future[None]:
-        """Run the work as one unit of a group: many callers' units commit in one dual write. Returns at once.
+        """Run the work as one unit of a group: units of many callers commit in one dual write. Returns at once.
 
-        Only if as many units wait as `WriterLimits.waiting_units`, it waits for a place, first come, first served.
+        Only if `WriterLimits.waiting_units` units wait already does it wait for a place, first come, first served.
 
-        A group begins as soon as the one before has run its units, with those that wait then. So a single caller waits for
+        A group begins as soon as the previous one has run its units, with those that wait then. So a single caller waits for
         nobody, and many callers share the cost of a commit. Each unit runs in a savepoint of its own, in a thread of the
-        writer, with the context variables of its caller; one that is alone runs without a savepoint, and in the thread that
-        waits for its result without a timeout, if there is one. A unit that raises is rolled back alone: its rows are gone,
-        its messages are never sent, and the others commit.
+        writer, with the context variables of its caller. A unit that is alone runs without a savepoint and, if a thread waits
+        for its result without a timeout, in that thread. A unit that raises is rolled back alone: its rows are gone, its
+        messages are never sent, and the others commit.
 
-        A unit may run more than once, by the rule of :meth:`run`: after a conflict of its own, and when its group was aborted
-        on both sides, up to five times. What it does elsewhere happens in each run. It never runs again after an error that
-        leaves a side in doubt or committed.
+        A unit may run up to five times, by the rule of :meth:`run`: again after a conflict of its own, and when its group was
+        aborted on both sides. What it does elsewhere happens in each run. It never runs again after an error that leaves a side
+        in doubt or committed.
 
-        A group is one block, and all its units go one way, by the ``outbox`` of the writer: a unit has none of its own.
+        A group is one block, so the writer's ``outbox`` holds for all its units.
 
         Args:
             work: Called with a transaction, as the body of a block of :meth:`transaction`. It may neither commit nor roll back
                 the transaction of its group. Or a `RowUnit`: rows and messages as data, which is several times as fast with
                 many callers; its result is None.
-            key: Units with the same key run and commit in the order of the calls; by default those of one thread do.
-            within_s: No run of it begins later than this after the call: the future then fails at once, with `Unavailable` or
-                the error of its last run. A run that has begun ends with its group. None sets no limit. In seconds.
+            key: Units with the same key run and commit in the order of the calls. By default, the units of one thread do.
+            within_s: No run begins later than this after the call, in seconds: then the future fails at once, with
+                `Unavailable` or the error of the last run. A run that has begun ends with its group. None sets no limit.
 
         Returns:
-            The future of the result. It is done once both sides are durable, or nothing of the unit will ever be. ``cancel()``
-            works until the unit begins. A unit that was cancelled never runs; one whose caller has only stopped waiting
+            The future of the result. It is done once both sides are durable, or once it is certain that they never will be.
+            ``cancel()`` works until the unit begins. A cancelled unit never runs. A unit whose caller has only stopped waiting
             (``result(timeout=...)``) still runs: cancel it, or give ``within_s``.
 
-            Its exception is what the work has raised; or, for every unit of a group that has failed, the error that
-            :meth:`transaction` would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again.
-            If a unit has lost the database's connection, or has rolled back the transaction, it fails, and the others run
-            again.
+            Its exception is what the work raised; or, for every unit of a failed group, the error that :meth:`transaction`
+            would raise: after `TransactionInDoubt` and `CompletionPending` do not submit the work again. If a unit has lost the
+            database connection or rolled back the transaction, it fails, and the others run again.
 
         Raises:
             IllegalStateError: The writer is not open; or this thread is inside a transaction or a unit of this writer, which
-                would wait for itself; or the work is a `RowUnit`, and the database has no SQL.
-            Unavailable: There was no place for ``lane_timeout_s``; or there is none, and the caller must not wait, because its
-                thread runs an event loop, or calls back from a future of this writer. The work will not run.
+                would wait for itself; or the work is a `RowUnit`, and the database is not a SQL database.
+            Unavailable: No place was free within ``lane_timeout_s``; or none is free, and the caller must not wait, because its
+                thread runs an event loop or a callback of a future of this writer. The work will not run.
             ConfigurationError: ``within_s`` is not positive, or longer than a hundred years.
         """
         self._require_open()

@@ -1,4 +1,4 @@
-"""The parts of a writer that it has while it is open: its servers, and its lanes."""
+"""What a writer has while it is open: connections to its servers, and its lanes."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LANES_FROM_THE_START: Final = 3
-"""With two, each dual write must ask how the one before the last has ended; with three, every second one asks, for two."""
+"""With two, each dual write must ask how the one before the last ended. With three, every second one asks, about two."""
 _PROBE_S: Final = 5.0
 _SETTLE_S: Final = 10.0
-"""Where messages may wait as rows, what an opening cannot settle in this time is left to the background."""
+"""If messages may wait as rows, the background settles what an opening cannot settle in this time."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _KAFKA_PROBE_S: Final = 3.0
-"""Limits one question to a Kafka that may be silent. The next one is asked a second later, whether or not this one waits."""
+"""Limits one question to Kafka, which may be silent. The next one follows a second later, even if this one still waits."""
 _LOOK_S: Final = 2.0
-"""Limits a look for what holds back readers."""
+"""Limits one check for what holds back readers."""
 
 
 @dataclass(frozen=True)
 class ProducerSettings:
     """How the producers of lanes are made.
 
-    ``timeout_s`` limits the ending of a transaction, and ``flush_timeout_s`` each wait for an answer until its decision.
+    ``timeout_s`` limits the ending of a transaction, and ``flush_timeout_s`` each wait for an answer before its decision.
     """
 
     config: KafkaConfig
@@ -77,7 +77,7 @@ def lane_producer(settings: ProducerSettings, context: OwnerContext, row: StateR
 class ReaderWarnings:
     """Logs warnings: of other writers' open transactions that hold back readers for seconds, and of compacted topics.
 
-    ``ends`` names the writer's newest transactions, so that their partitions are looked at.
+    It checks the partitions of the writer's newest transactions, which ``ends`` names.
     """
 
     def __init__(self, name: str, coordinator: KafkaCoordinator, ends: EndQuestions) -> None:
@@ -87,7 +87,7 @@ class ReaderWarnings:
         self._looked_up: set[str] = set()
 
     def look(self) -> bool:
-        """Look at the partitions of the transactions since the last look, if there were any. By one thread."""
+        """Check the partitions of the transactions since the last check, if there were any. Used by one thread."""
         states = self._ends.take_newest()
         if not states:
             return False
@@ -120,10 +120,10 @@ class Opened:
     """The connections of one writer, and what is made on them.
 
     ``owner`` is the writer's name in the rows, which no other owner has. ``falls_back_after_s`` limits the wait for Kafka while
-    a writer opens whose messages may wait as rows; None for any other. ``outbox_lane`` is the id under which such messages are
-    sent: claimed with the lanes, and perhaps not settled yet; None if the writer has none. ``unanswered`` is the opening's
-    question that Kafka left without an answer. ``longest_open_s`` is the age of the oldest transaction that is open in Kafka;
-    see :meth:`dualwrite.interfaces.Observer.opened`.
+    a writer opens whose messages may wait as rows; None for other writers. ``outbox_lane`` is the lane that sends such
+    messages: claimed with the others, and perhaps not settled yet; None if the writer has none. ``unanswered`` is the opening's
+    question that Kafka did not answer. ``longest_open_s`` is the age of the oldest transaction open in Kafka; see
+    :meth:`dualwrite.interfaces.Observer.opened`.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class Opened:
             lambda: coordinator.longest_open_s(Deadline(_PROBE_S)),
             lambda error: logger.debug("could not ask for the oldest open transaction: %s", error),
         )
-        # Their own connections: a broker works through the requests of one connection one by one, and settling may take long.
+        # Separate connections, because a broker handles the requests of one connection one by one, and settling may take long.
         self._late = KafkaCoordinator(settings.config, like=coordinator)
         self._ends = lanes.ends = EndQuestions(
             KafkaCoordinator(settings.config, like=self._late, one_thread=True), late=self._late
@@ -180,7 +180,7 @@ class Opened:
         return self._name, self._lanes.first.row.incarnation
 
     def lane_to_send(self, first: Lane) -> Lane:
-        """The lane under which waiting messages are sent, claimed with the others or not yet. One sender uses it."""
+        """The lane that sends waiting messages, claimed with the others or not yet. One sender uses it."""
         if self.outbox_lane is None:
             name = outbox_id(self._name)
             self.outbox_lane = self._lane(name, guard=lambda: (self._name, first.row.incarnation))
@@ -192,8 +192,8 @@ class Opened:
     def claim(self, deadline: Deadline) -> Sequence[Lane]:
         """Claim all lanes of the writer, and settle them. Returns those that it starts with, ready for use.
 
-        Where messages may wait as rows, a Kafka that is away holds nothing up: then the lanes are claimed in the database
-        alone, and settled in the background once Kafka answers.
+        If messages may wait as rows and Kafka is away, it claims the lanes in the database alone, and the background settles
+        them once Kafka answers.
         """
         count, began_s = min(_LANES_FROM_THE_START, self._lanes.max_lanes), now_s()
         if self._falls_back_after_s is None:
@@ -204,7 +204,7 @@ class Opened:
             soon = Deadline(min(self._falls_back_after_s, deadline.remaining_s()))
             rows = claim_every_lane(self.context, self._name, count, soon, outbox=True)
         except Unavailable as error:
-            # If it is the database that does not answer, this raises as well.
+            # If the database does not answer, this raises as well.
             rows = claim_every_lane(self.context, self._name, count, deadline, outbox=True, without_kafka=True)
             return self._unsettled(rows, error, began_s)
         soon = Deadline(min(deadline.remaining_s(), max(self._falls_back_after_s, _SETTLE_S)))
@@ -238,7 +238,7 @@ class Opened:
             self.outbox_lane.adopt(row, settled=settled)
 
     def _unsettled(self, rows: Mapping[str, StateRow], error: Unavailable, began_s: float) -> Sequence[Lane]:
-        """Lanes for all rows, which the background settles: a former owner may have left something open under each."""
+        """Lanes for all rows, for the background to settle: a former owner may have left something open under each."""
         logger.warning("%s: opened without Kafka, messages wait in the database: %s", self._name, error)
         numbers = [number for name in rows if (number := lane_number(self._name, name)) is not None]
         lanes = [self.lane(number) for number in range(min(self._lanes.most, max(numbers) + 1))]
@@ -257,7 +257,7 @@ class Opened:
         return lanes
 
     def _settle_beyond(self, lanes: list[Lane]) -> None:
-        """Settle lanes that this writer has no use for, as it has fewer than its former owner."""
+        """Settle lanes that this writer does not use, because it has fewer than its former owner."""
         pause_s = _FIRST_PAUSE_S
         while lanes and not self._closing.wait(pause_s):
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -285,7 +285,7 @@ class Opened:
     def ask_kafka(self, partitions: Collection[Partition]) -> None:
         """Ask the coordinator of the first lane, and the leaders of these partitions. Raises if one of them does not answer.
 
-        On new connections: they remember no failures, and no broker has requests of theirs that wait for something.
+        Uses new connections: they remember no failures, and have no earlier requests that a broker has not answered.
         """
         first = self._lanes.first_or_none
         kafka_id = self._name if first is None else first.row.kafka_id(first.row.incarnation)
@@ -318,7 +318,7 @@ def refuse_fork(transactional_id: str, pid: int) -> None:
 
 
 def require_opened(opened: Opened | None, transactional_id: str, pid: int) -> Opened:
-    """The parts of a writer that is open, in the process that has made it."""
+    """The resources of a writer, which must be open and used in the process that made it."""
     refuse_fork(transactional_id, pid)
     if opened is None:
         raise IllegalStateError(

@@ -1,7 +1,7 @@
-"""What a batch was made of, as Spark tells it, and whom we tell of it: a listener of a stream's micro-batches, and OpenLineage.
+"""What a batch was made from, according to Spark, and who is told: a listener of a stream's micro-batches, and OpenLineage.
 
-A micro-batch is made of a range of offsets of each of the stream's sources, a batch is made of files. The ledger keeps that, so
-that one finds the way from an output back to its input. Nothing relies on it: where Spark does not tell it, it is left out.
+A micro-batch is made from a range of offsets of each of the stream's sources, a batch from files. The ledger keeps that, so
+that people can trace an output back to its input. Nothing relies on it: what Spark does not show is left out.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _MOST_FILES: Final = 100
 """A batch may have a million files, and its row in the ledger should stay a row."""
 
 _UNKNOWN: Final = (Py4JError, PySparkException, TypeError, AttributeError)
-"""What a Spark raises that does not show what is asked for: a catalog that lists no files, a version without that method."""
+"""What Spark raises if it cannot show what is asked for: a catalog that lists no files, a version without that method."""
 
 
 def sources_of(*frames: DataFrame) -> str | None:

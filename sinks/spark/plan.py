@@ -1,4 +1,4 @@
-"""What both ways do on the driver: the plan of a batch, its Spark jobs, and the reason of a failure in one line."""
+"""What both ways of writing do on the driver: plan a batch, run its Spark jobs, and give a failure's reason in one line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _OTHERS_S: Final = 10.0
 
 @dataclass(frozen=True)
 class Left:
-    """What the tasks of earlier runs have left.
+    """What the tasks of earlier runs left.
 
     Attributes:
         has_ended: Whether their runs have ended. If not, one of them is handing over: settle, and look again.

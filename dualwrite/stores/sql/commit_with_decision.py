@@ -1,12 +1,12 @@
-"""A decision and its COMMIT in one exchange with PostgreSQL, through psycopg: a dual write waits for the server once less.
+"""A decision and its COMMIT in one exchange with PostgreSQL, through psycopg, which saves a dual write one wait.
 
-The server executes the statements of one text in order, and stops at the first that fails. So what is judged between the two
-otherwise must *fail* here, in SQL: an UPDATE that matches no row, and a transaction that has become too old. COMMIT is not
-reached then. The age is that of the database's transaction, by the server's clock alone. The transaction of Kafka is younger:
+The server executes the statements of one text in order, and stops at the first that fails. So what is otherwise judged between
+the two must *fail* here, in SQL: an UPDATE that matches no row, and a transaction that has become too old. Then COMMIT is not
+reached. The age is that of the database transaction, by the server's clock alone. Kafka's transaction is younger, because
 nothing is produced before the database has answered. The server looks at its clock after the wait for the row's lock.
 
-The one answer stands for both. If it is missing, the COMMIT is in doubt wherever the connection was lost. The row tells, and
-only after a claim: the text may still be on its way to the server, whose session holds no lock on the row before it has it.
+One answer stands for both. If it is missing, the COMMIT is in doubt, wherever the connection was lost. The row shows the
+outcome, but only after a claim: until the server has the text, its session holds no lock on the row.
 
 Where something must happen between the two, or this connection cannot do it, the caller sends one after the other.
 """
@@ -51,7 +51,7 @@ _FENCED: Final = "dualwrite: the row is not ours any more"
 _LATE: Final = "dualwrite: too late to commit"
 _ENDED: Final = "dualwrite: not the transaction that was begun"
 _LONG_S: Final = 86_400.0
-"""No block lasts that long: its age need not be looked at here."""
+"""No block lasts that long, so its age need not be checked here."""
 _COMMITS: Final = frozenset({psycopg.Connection.commit, psycopg.AsyncConnection.commit})
 
 

@@ -1,12 +1,12 @@
 """The SQL of an outbox table that another program fills: reads its first rows, deletes or marks them, tells of new ones.
 
 Numbers are not in the order of commits: a row with a lower number appears later, if its transaction was concurrent. So a read
-begins at the head of the table, or at a number below which no row is, nor can come any more. No row is skipped, and none
+begins at the head of the table, or at a number below which there is no row and can be none. No row is skipped, and none
 overtakes another one that was committed before it was inserted.
 
-What is deleted is exactly what was read. On PostgreSQL a transaction of a relay runs at REPEATABLE READ: both statements
-see one snapshot, and a range of a unique column names the rows that were read and no others. Elsewhere rows are named one by
-one, and the number of those deleted is compared.
+It deletes exactly what was read. On PostgreSQL a relay's transaction runs at REPEATABLE READ: both statements see one snapshot,
+so a range of a unique column names the rows that were read and no others. Elsewhere rows are named one by one, and the number
+of deleted rows is compared.
 
 The rows are read with a cursor of the server, as many as are wanted and no more bytes than are allowed.
 

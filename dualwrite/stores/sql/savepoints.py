@@ -1,7 +1,7 @@
-"""Follows a connection's savepoints in its statements; a witness reveals those that nothing shows.
+"""Follows a connection's savepoints in its statements; a witness savepoint reveals those that no statement shows.
 
 Where the driver shows what it sends (psycopg, PyMySQL, mysqlclient), all savepoints are followed, whoever sends them; on
-SQLite, only those of SQLAlchemy. The database is asked nothing before there is a savepoint, or doubt.
+SQLite, only those of SQLAlchemy. The database is not asked before there is a savepoint, or doubt.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _after(connection: Connection, cursor: object, statement: str, *others: obje
 
 
 LISTENERS: Final = Listeners({"before_cursor_execute": _before, "after_cursor_execute": _after})
-"""Follow statements, on databases whose driver shows none (SQLite): elsewhere a statement costs no call of these."""
+"""Follow statements on databases whose driver shows none (SQLite). Elsewhere a statement costs no such call."""
 
 
 def _open_now(session: Session, transaction: SessionTransaction) -> None:

@@ -1,6 +1,6 @@
-"""Messages that wait, as the rows that databases take and give: their encoding, and the ways with many that databases share.
+"""Messages that wait, as rows: their encoding, and what databases share in handling many of them.
 
-What stands here knows no writer and no lane. The databases' modules build their statements of it, and ``outbox`` calls those.
+Nothing here knows a writer or a lane. The databases' modules build their statements with it, and ``outbox`` calls those.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def rows_of(messages: Sequence[Sendable]) -> Sequence[Row]:
     """The messages as rows, in their order.
 
     Raises:
-        IllegalStateError: One of them cannot wait: consumed offsets belong to a transaction of Kafka's.
+        IllegalStateError: One of them cannot wait: consumed offsets belong to a Kafka transaction.
     """
     rows: list[Row] = []
     for one in messages:
@@ -84,7 +84,7 @@ def rows_of(messages: Sequence[Sendable]) -> Sequence[Row]:
 
 
 def _rows_of_columns(columns: MessageColumns) -> Iterator[Row]:
-    """Arrow's columns, row by row: they are as the user gave them, and text is a string there."""
+    """Arrow's columns, row by row, as the user gave them: text is a string."""
     count = len(columns.values)
 
     def listed(column: Any) -> Sequence[Any]:
@@ -102,7 +102,7 @@ def _rows_of_columns(columns: MessageColumns) -> Iterator[Row]:
 
 
 def encode_headers(headers: Sequence[Header]) -> bytes:
-    """Headers as they stand in a record of Kafka's: a count, then names and values, each after its length (KIP-98)."""
+    """Headers as in a Kafka record: a count, then names and values, each after its length (KIP-98)."""
     parts = [_varint(len(headers))]
     for name, content in headers:
         encoded = name.encode()
