@@ -38,6 +38,8 @@ _ATTEMPT_S: Final = 10.0
 """Limits one attempt to settle in the background. After it, a dual write that waits for the lane settles it itself."""
 _CLOSE_S: Final = 5.0
 """Limits the settling while closing: the next opening settles the rest."""
+_LEAST_S: Final = 1.0
+"""A closing lane's share of that, at least, as long as any is left: settling takes some tens of milliseconds."""
 _SILENT_S: Final = 2.0
 """A step that has waited for Kafka for this long counts as unanswered."""
 _MAKE_S: Final = 1.0
@@ -389,8 +391,9 @@ class Lanes:
         lanes = [pooled.lane for pooled in self._queue.drain(Deadline(self._timeout_s))]
         deadline = Deadline(min(self._timeout_s, _CLOSE_S))
         try:
-            _attempt(lanes, lambda lane: lane.prove_end(deadline))
-            _attempt([lane for lane in lanes if lane.needs_settling], lambda lane: lane.settle(deadline))
+            _attempt(lanes, lambda lane, share: lane.prove_end(share), deadline)
+            left = [lane for lane in lanes if lane.needs_settling]
+            _attempt(left, lambda lane, share: lane.settle(share), deadline)
             for lane in lanes:
                 lane.record_completed()
                 lane.compare_with_row()
@@ -400,10 +403,12 @@ class Lanes:
                 lane.discard()
 
 
-def _attempt(lanes: Iterable[Lane], do: Callable[[Lane], object]) -> None:
-    for lane in lanes:
+def _attempt(lanes: Sequence[Lane], do: Callable[[Lane, Deadline], object], deadline: Deadline) -> None:
+    """Each lane gets its share of the time that is left: one that cannot end leaves the others theirs."""
+    for left, lane in zip(range(len(lanes), 0, -1), lanes, strict=True):
+        remaining_s = deadline.remaining_s()
         try:
-            do(lane)
+            do(lane, Deadline(min(remaining_s, max(remaining_s / left, _LEAST_S))))
         except DualWriteError as error:
             logger.warning("%s: left to the next settler: %s", lane.transactional_id, error)
 

@@ -415,3 +415,15 @@ def test_whoever_waits_is_refused_when_the_writer_closes(make):
     with pytest.raises(IllegalStateError, match="closed"):
         lanes.take(lanes.ticket())
     user.end()
+
+
+def test_a_lane_that_cannot_be_settled_leaves_the_others_time_when_the_writer_closes(make):
+    lanes = make(3, timeout_s=30.0)
+    closing = [pooled.lane for pooled in lanes.all]
+    for lane in closing:
+        lane.needs_settling = True
+        lane.unanswered = 1
+    lanes.close()
+    within_s = [lane.settled_within_s[-1] for lane in closing]
+    assert within_s[0] < 2
+    assert within_s[2] > 4  # what the others have left over
