@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Final, Literal, TypeAlias, cast, get_args
 
 from dualwrite.errors import ConfigurationError
@@ -199,6 +200,11 @@ def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]
     return settings
 
 
+def nearest(given: str, known: Iterable[str]) -> str | None:
+    """The known name that a misspelt one may mean."""
+    return next(iter(get_close_matches(given.lower(), list(known), 1, cutoff=0.88)), None)
+
+
 def resolved(key: str) -> str:
     """The name that this library uses for a setting: librdkafka has two for some."""
     return _ALIASES.get(key, key)
@@ -211,9 +217,10 @@ def _checked_key(given: object) -> str:
     if key in _REFUSED:
         raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])
     if _SECURITY_FAMILY.match(key) and key not in CONNECTING | KERBEROS_TICKETS:
+        meant = nearest(key, CONNECTING | KERBEROS_TICKETS)
         raise ConfigurationError(
             f"Kafka setting {given!r} concerns security and is not known to this library, so it cannot reach both clients",
-            next_step="leave it out, or check its spelling",
+            next_step="leave it out, or check its spelling" if meant is None else f"did you mean {meant!r}?",
         )
     return key
 
@@ -242,7 +249,11 @@ def protocol_of(settings: Mapping[str, Setting]) -> str:
 def _check_servers(settings: Mapping[str, Setting]) -> None:
     servers = str(settings.get("bootstrap.servers", "")).split(",")
     if not all(re.fullmatch(r"\s*(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:[0-9]{1,5})?\s*", server) for server in servers):
-        raise ConfigurationError("Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port")
+        misspelt = None if "bootstrap.servers" in settings else nearest("bootstrap.servers", settings)
+        raise ConfigurationError(
+            "Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port",
+            next_step=None if misspelt is None else f"is it what {misspelt!r} means?",
+        )
     if settings.get("client.dns.lookup") not in {None, "use_all_dns_ips", "resolve_canonical_bootstrap_servers_only"}:
         raise ConfigurationError("Kafka setting 'client.dns.lookup' has a value that the two clients do not both know")
     if settings.get("broker.address.family", "any") not in FAMILIES:

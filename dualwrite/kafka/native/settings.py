@@ -14,7 +14,16 @@ from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from dualwrite.errors import ConfigurationError
-from dualwrite.kafka.config import CONNECTING, KERBEROS_TICKETS, TWO_PHASE_COMMIT, KafkaConfig, Setting
+from dualwrite.kafka.config import (
+    BULK,
+    CONNECTING,
+    ENGINE,
+    KERBEROS_TICKETS,
+    TWO_PHASE_COMMIT,
+    KafkaConfig,
+    Setting,
+    nearest,
+)
 from dualwrite.kafka.native import records
 from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Limits
 from dualwrite.kafka.native.records import Codec, RecordsBuilder
@@ -357,9 +366,10 @@ def _checked(key: str, row: Known, given: Setting | None) -> Value:
 
 
 def _unknown(key: str) -> ConfigurationError:
+    meant = None if key in REFUSED else nearest(key, _BY_NAME.keys() | CONNECTING | {ENGINE, BULK})
+    advice = REFUSED.get(key, "leave it out") if meant is None else f"did you mean {meant!r}? If not, leave it out"
     return ConfigurationError(
-        f"Kafka setting {key!r} is not known to the native engine",
-        next_step=f"{REFUSED.get(key, 'leave it out')}, {OTHER_ENGINE}",
+        f"Kafka setting {key!r} is not known to the native engine", next_step=f"{advice}, {OTHER_ENGINE}"
     )
 
 

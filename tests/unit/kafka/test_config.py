@@ -56,6 +56,11 @@ def test_servers_in_their_usual_forms_are_taken(servers):
 
 def test_missing_servers_are_refused():
     assert "'bootstrap.servers'" in refusal({})
+    assert "'bootstrap.server'" in refusal({"bootstrap.server": "one:9092"})
+
+
+def test_a_misspelt_setting_for_security_is_refused_with_the_one_that_is_meant():
+    assert "did you mean 'sasl.username'?" in refusal({**SASL, "sasl.usernam": "ann"})
 
 
 def test_the_same_key_by_two_names_with_two_values_is_refused():

@@ -267,3 +267,12 @@ def test_the_page_has_every_setting_and_no_other():
         *map(shown, SETTINGS),
         *(f"| `{name}` | {advice} |" for name, advice in REFUSED.items()),
     ]
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [("linger.mss", "linger.ms"), ("Compresion.type", "compression.type"), ("clientid", "client.id")],
+)
+def test_a_misspelt_setting_is_refused_with_the_one_that_is_meant(misspelt, meant):
+    with pytest.raises(ConfigurationError, match=f"did you mean {meant!r}"):
+        settings({misspelt: "1"})
