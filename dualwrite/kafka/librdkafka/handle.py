@@ -60,7 +60,8 @@ class BoundedCaller:
         return call.wait(wait_s)
 
     def __del__(self) -> None:
-        self._calls.put(None)
+        if hasattr(self, "_calls"):  # unless its making was interrupted
+            self._calls.put(None)
 
 
 class _Call(Generic[T]):

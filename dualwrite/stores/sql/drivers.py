@@ -83,7 +83,7 @@ class Watch:
 
     def close(self) -> None:
         """Close the duplicate, and leave the connection alone. Idempotent."""
-        fileno, self._fileno = self._fileno, -1
+        fileno, self._fileno = getattr(self, "_fileno", -1), -1  # none yet if its making was interrupted
         if fileno >= 0:
             self._give_back(fileno)
 

@@ -1,5 +1,6 @@
 """A call that is given up at a deadline although its function does not return."""
 
+import sys
 import threading
 import weakref
 
@@ -9,6 +10,13 @@ from dualwrite.clock import Deadline
 from dualwrite.kafka.librdkafka.handle import BoundedCaller, NoAnswer
 
 LONG_S = 30.0
+
+
+def test_one_whose_making_was_interrupted_is_collected_silently(monkeypatch):
+    noise = []
+    monkeypatch.setattr(sys, "unraisablehook", noise.append)
+    del (_ := [BoundedCaller.__new__(BoundedCaller)])[0]
+    assert noise == []
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import threading
 
 import pytest
@@ -32,6 +33,13 @@ def test_an_answer_in_time_leaves_the_connection_usable(pair):
     assert not watch.expired
     theirs.send(b"y")
     assert ours.recv(1) == b"y"
+
+
+def test_a_wait_whose_making_was_interrupted_is_collected_silently(monkeypatch):
+    noise = []
+    monkeypatch.setattr(sys, "unraisablehook", noise.append)
+    del (_ := [Watch.__new__(Watch)])[0]
+    assert noise == []
 
 
 def test_a_shorter_wait_that_begins_later_ends_first(pair):
