@@ -137,7 +137,9 @@ def recover(
             dry_run=dry_run,
             after_restore=after_restore,
             timeout_s=timeout_s,
-            progress=lambda settled, planned: progress.update(task, completed=settled, total=planned),
+            progress=lambda settled, planned: progress.update(
+                task, completed=settled, total=planned, visible=planned > 0
+            ),
         )
     if as_json:
         click.echo(json.dumps(recovery_json(report), indent=2))
