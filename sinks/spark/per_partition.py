@@ -296,8 +296,7 @@ class BatchJob(DriverSide):
             quarantined_rows=sum(report.quarantined for report in reports),
         )
         logger.info(
-            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now, in %.1f s; "
-            "%d rows were put aside",
+            "%s: completed, %d rows in %d partitions, of which %d rows in %d partitions, %s, were written now, in %.1f s%s",
             self.name,
             report.rows,
             report.partitions,
@@ -305,7 +304,7 @@ class BatchJob(DriverSide):
             report.written_partitions,
             shown(report.written_bytes),
             report.seconds,
-            report.quarantined_rows,
+            self.words_of_quarantined(report.quarantined_rows),
         )
         return report
 

@@ -129,6 +129,10 @@ class DriverSide:
     ) -> None:
         self._close()
 
+    def words_of_quarantined(self, rows: int) -> str:
+        """The end of a line of the log: how many rows were put aside, and nothing where none may be."""
+        return f"; {rows} rows were put aside" if self._options.quarantines else ""
+
     @property
     def batch_id(self) -> str:
         """The batch's name."""

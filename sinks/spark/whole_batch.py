@@ -350,12 +350,12 @@ class _Deciding:
     def decided(self) -> None:
         self._decided_at = time.monotonic()
         logger.info(
-            "%s: decided, %d rows, %s in %d partitions; %d rows were put aside",
+            "%s: decided, %d rows, %s in %d partitions%s",
             self.name,
             sum(one.rows for one in self._prepared),
             shown(sum(one.bytes for one in self._prepared)),
             len(self._prepared),
-            sum(one.quarantined for one in self._prepared),
+            self._driver.words_of_quarantined(sum(one.quarantined for one in self._prepared)),
         )
 
     def decided_ago_s(self) -> float | None:

@@ -277,6 +277,7 @@ def test_progress_is_logged(spark, numbers, caplog):
     ]
     assert "of 4 partitions committed" in caplog.text
     assert "completed, 1000 rows in 4 partitions" in caplog.text
+    assert "put aside" not in caplog.text, "there is no quarantine"
 
 
 def test_the_batch_is_in_the_view_with_its_moments(spark, numbers):

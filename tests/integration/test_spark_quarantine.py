@@ -132,8 +132,10 @@ def test_a_text_of_bytes_that_are_no_text_is_put_aside(spark, shop, way):
     assert json.loads(row)["name"] == '"'
 
 
-def test_the_report_counts_what_was_put_aside(spark, shop):
-    report = write_batch(readings(spark), batch_id="1", **shop.settings)
+def test_the_report_counts_what_was_put_aside(spark, shop, caplog):
+    with caplog.at_level("INFO", "dualwrite.sinks.spark"):
+        report = write_batch(readings(spark), batch_id="1", **shop.settings)
+    assert f"; {len(BAD)} rows were put aside" in caplog.text
     assert (report.rows, report.messages, report.quarantined_rows) == (ROWS, ROWS, len(BAD))
     assert [part.quarantined for part in report.parts] == [len(WRONG)] * PARTITIONS
     more = readings(spark).withColumn("id", functions.expr("id + 1000"))
