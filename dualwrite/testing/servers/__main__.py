@@ -18,9 +18,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from dualwrite.clock import Deadline
-from dualwrite.errors import Unavailable
-from dualwrite.testing.servers.databases import POSTGRES_SERVER_VARIABLE, EmbeddedPostgres
-from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
+from dualwrite.errors import DualWriteError, Unavailable, extra_missing
+
+try:
+    from dualwrite.testing.servers.databases import POSTGRES_SERVER_VARIABLE, EmbeddedPostgres
+    from dualwrite.testing.servers.kafka import SERVERS_VARIABLE, EmbeddedKafka
+except ModuleNotFoundError as error:
+    sys.exit(str(extra_missing("testing", error)))
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +55,7 @@ def hold() -> int:
             return 0
         # Transactions may stay open as long as librdkafka allows: the setting recommended for your own brokers.
         timeouts = {"transaction.max.timeout.ms": "2147483647"}
-        with EmbeddedKafka(properties=timeouts) as kafka, EmbeddedPostgres() as postgres:
+        with EmbeddedPostgres() as postgres, EmbeddedKafka(properties=timeouts) as kafka:
             # From here on, wait for a signal; before, it simply ends this process, and the servers with it.
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
             environment = {SERVERS_VARIABLE: kafka.bootstrap_servers, POSTGRES_SERVER_VARIABLE: postgres.url}
@@ -82,7 +86,8 @@ def up() -> int:
         deadline = Deadline(UP_TIMEOUT_S)
         while not state.exists():
             if holder.poll() is not None or deadline.expired:
-                raise Unavailable(f"the servers did not start:\n{log.read_text(encoding='utf-8')}")
+                said = log.read_text(encoding="utf-8").strip()
+                raise Unavailable(f"the servers did not start: {said}", next_step=f"see {log}")
             time.sleep(0.05)
         holder.returncode = 0  # it outlives this process, so never wait for it
     for name, value in json.loads(state.read_text(encoding="utf-8"))["environment"].items():
@@ -112,7 +117,11 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1 or arguments[0] not in commands:
         sys.stderr.write("usage: python -m dualwrite.testing.servers up|down\n")
         return 2
-    return commands[arguments[0]]()
+    try:
+        return commands[arguments[0]]()
+    except DualWriteError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
 
 
 if __name__ == "__main__":
