@@ -553,8 +553,8 @@ class ConsumerSchedule(_OnNewBrokers):
         random, world = self._random, self.world
         member = world.members[reader_of(process.name)]
         reader, worker = (world.simulation.processes.get(name) for name in (member.name, member.worker_name))
-        assert worker is not None
-        if member.has_work and worker in world.idle() and random.random() < 0.8:
+        # A worker that has raised an error for people has ended, and its reader hears of it at its next poll.
+        if worker is not None and member.has_work and worker in world.idle() and random.random() < 0.8:
             self._current = worker
             world.do_unit(worker, random.choice(_WORK_FAILS) if random.random() < 0.1 else None)
         elif reader not in world.idle():
