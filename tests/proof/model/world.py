@@ -46,6 +46,7 @@ from model.owners import TOPIC, Operator, Owner, Recoverer, Told, Write
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterable, Iterator
 
+    from simulator.coordinator import TransactionMetadata
     from simulator.partition import Partition, ProducerEntry
     from simulator.state import Broker
 
@@ -304,8 +305,20 @@ class World:
     def do_arrive(self, held: Held, *, answered: bool = True) -> None:
         ending = "" if answered else ", its answer is lost"
         self._happened("late requests", f"the held {self._spoken_held(held)} arrives{ending}", held.label)
-        self.simulation.arrive(held, answered=answered)
+        self._arrive(held, answered=answered)
         self._check_process(held.call.process)
+
+    def _arrive(self, held: Held, *, answered: bool = True) -> None:
+        """A late ``InitProducerId`` aborts what it finds open, whoever sent it: docs/limits.md.
+
+        It may not cost what an owner has decided, only what a settler is about to end under a later epoch of its own.
+        """
+        for request in held.call.requests:
+            if isinstance(request, InitProducerId):
+                known = transaction(self.simulation.broker, request.transactional_id)
+                if known is not None and self._is_begun_by_a_settler(known):
+                    self._excuse(request.transactional_id)
+        self.simulation.arrive(held, answered=answered)
 
     def _spoken_held(self, held: Held) -> str:
         """A held request as lines say it: numbered from the second of its kind on."""
@@ -608,7 +621,7 @@ class World:
             self.simulation.broker = environment.resume(self.simulation.broker, (TOPIC, partition))
         for held in list(self.simulation.held):
             if held in self.simulation.held:
-                (self.simulation.arrive if deliver else self.simulation.drop)(held)
+                (self._arrive if deliver else self.simulation.drop)(held)
         self.simulation.markers_delayed = False
         self.simulation.write_markers()
         database = self.simulation.database
@@ -642,20 +655,23 @@ class World:
                 assert answer.error_codes == (ErrorCode.NONE,)
 
     def _begun_by_settlers(self) -> list[str]:
-        """The ids under which a settler has begun to end what was forgotten, and died once another one had settled the row.
-
-        Its transaction has a later epoch than what is open in the partitions, which an owner's never has.
-        """
-        broker, begun = self.simulation.broker, []
-        for known in broker.transactions:
+        """The ids under which a settler has begun to end what was forgotten, and died once another one had settled the row."""
+        begun = []
+        for known in self.simulation.broker.transactions:
             named = parsed(known.transactional_id)
             row = None if named is None else self.simulation.database.rows.get(named[0])
-            if known.state != "Ongoing" or named is None or row is None or named[2] > row.settled_incarnation:
+            if named is None or row is None or named[2] > row.settled_incarnation:
                 continue
-            entries = [producer(found, known.producer_id) for found in broker.partitions]
-            if all(entry.producer_epoch < known.producer_epoch for entry in entries if entry and entry.txn_start >= 0):
+            if self._is_begun_by_a_settler(known):
                 begun.append(known.transactional_id)
         return begun
+
+    def _is_begun_by_a_settler(self, known: TransactionMetadata) -> bool:
+        """Whether a transaction has a later epoch than what is open in the partitions, which an owner's never has."""
+        entries = [producer(found, known.producer_id) for found in self.simulation.broker.partitions]
+        return known.state == "Ongoing" and all(
+            entry.producer_epoch < known.producer_epoch for entry in entries if entry and entry.txn_start >= 0
+        )
 
     def _recover(self) -> int:
         self.recoverers += 1
