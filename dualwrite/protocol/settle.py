@@ -27,7 +27,7 @@ yes      Ongoing, its id, a later epoch         all of it is its own            
 yes      anything else                          proof not asked                 prove
 yes      anything else                          proof not committed or aborted, look for what is still open
                                                 not asked
-yes      no such id, or another producer id     it is still open somewhere      wait, look again: it cannot be ended there
+yes      no such id, or another producer id     it is still open somewhere      record unverifiable: it cannot be ended there
 yes      Ongoing, its id, epoch, start, places  it is, evidence did not match   wait, look again: it may be ending
 yes      Ongoing, its id and epoch              all of it is its own, again     commit: a late request has begun it again
 yes      not retired                            it is still open somewhere      retire
@@ -353,8 +353,10 @@ def _step_for_unended(known: Knowledge, view: TransactionView, state: PreparedTx
         return SettleStep.LOOK_FOR_OPEN
     if not own_among(state, known.still_open):
         return None if known.confirmed else SettleStep.PROVE
-    if view.producer_id != state.producer_id or known.evidence is False:
-        return SettleStep.WAIT  # without matching evidence, it may be what was ongoing, and be ending just now
+    if view.producer_id != state.producer_id:
+        return SettleStep.RECORD_UNVERIFIABLE  # only an operator's tool can end it
+    if known.evidence is False:
+        return SettleStep.WAIT  # it may be what was ongoing, and be ending just now
     if known.is_retired:
         return _step_to_end(known, view)
     return SettleStep.COMMIT if _is_own_again(known, view, state) else SettleStep.RETIRE

@@ -40,7 +40,7 @@ from dualwrite.protocol.settle_native import (
     recorded,
     to_repair,
 )
-from dualwrite.protocol.values import EndAnswer, Outcome, Participant, Partition, StateRow, gone_back
+from dualwrite.protocol.values import EndAnswer, Outcome, Participant, Partition, StateRow, gone_back, own_among
 from dualwrite.recovery.inspect import (
     Inspection,
     NativeInspection,
@@ -514,6 +514,8 @@ def _detail(item: Unsettled, outcome: Outcome) -> str:
         Outcome.LOST: "decided by the database, aborted by the broker",
         Outcome.UNVERIFIABLE: "decided by the database; its records are no longer in the log, so no marker proves its outcome",
     }[outcome]
+    if outcome is Outcome.UNVERIFIABLE and (own := own_among(item.row.prepared, item.known.still_open or ())):
+        said = f"decided by the database; it is still open in {named(own)}, and Kafka has forgotten how to end it there"
     return (
         f"transaction of incarnation {item.incarnation} that begins at {beginnings(item.row.prepared)}: {said}; {shown}"
     )

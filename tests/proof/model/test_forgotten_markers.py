@@ -102,8 +102,8 @@ def test_a_settler_may_die_at_any_step(forgotten):
 
 @pytest.mark.parametrize("forgotten", [FORGOTTEN_IN_ONE, FORGOTTEN_IN_ALL], ids=["in one", "in all"])
 def test_nobody_takes_it_for_complete_where_the_coordinator_has_forgotten_the_id_as_well(forgotten):
-    """It can only be ended by hand now: docs/limits.md. Settling says so until an operator has done it."""
-    with pytest.raises(Finding, match="recovery failed: Unavailable"):
+    """It can only be ended by hand now: docs/limits.md. Settling records it, and readers wait until an operator has done it."""
+    with pytest.raises(Finding, match="is held back"):
         run(forgotten, "A is killed", "the broker forgets orders, incarnation 1", "everything heals")
 
 

@@ -94,7 +94,7 @@ def expected_of_undecided(k: Knowledge) -> SettleStep:
     return SettleStep.RETIRE if k.view.status is CONTRARY[commits] else SettleStep.REPAIR_MARKERS
 
 
-def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of the table is a branch
+def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901, PLR0912 - a row of the table is a branch
     ids = (k.view.producer_id, k.view.epoch)
     left_open = k.still_open == ((P0, 17),)
     if k.view.status is Status.ONGOING:
@@ -110,7 +110,9 @@ def expected_of_decided(k: Knowledge) -> SettleStep:  # noqa: C901 - a row of th
         if k.still_open is None:
             return SettleStep.LOOK_FOR_OPEN
         if left_open:
-            if ids[0] != 42 or k.evidence is False:
+            if ids[0] != 42:
+                return SettleStep.RECORD_UNVERIFIABLE
+            if k.evidence is False:
                 return SettleStep.WAIT
             if k.view.status is Status.ONGOING and ids == (42, 3) and k.view.partitions:
                 return SettleStep.COMMIT

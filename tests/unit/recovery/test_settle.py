@@ -76,6 +76,15 @@ def test_a_settled_owner_that_wakes_up_changes_nothing_any_more(servers, point):
     assert before[0] == before[1]
 
 
+def test_a_decision_that_stays_open_after_its_coordinator_has_lost_its_log_is_unverifiable(servers):
+    servers.left_by("write.decided", "m1")
+    servers.simulation.broker = servers.simulation.broker._replace(transactions=())
+    [loss] = servers.run(settling(timeout_s=5)).losses
+    assert f"it is still open in {TOPIC}[0]" in loss.detail
+    assert servers.row().settled_incarnation == 1
+    assert servers.run(settling()).losses == []
+
+
 def test_what_kafka_has_committed_already_is_only_recorded(servers):
     servers.left_by("write.completed", "m1")
     report = servers.run(settling())
