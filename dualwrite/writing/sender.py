@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from itertools import repeat
 from typing import TYPE_CHECKING, Final
@@ -555,10 +555,17 @@ class Sender:
         return pause_s
 
     def _rest(self, seconds: float) -> None:
-        """Wait, even if blocks commit meanwhile: then there is more to do, but it would still fail."""
-        if seconds > 0:
-            self._hurry.wait(seconds)
-            self._hurry.clear()
+        """Wait, whatever blocks commit meanwhile: their news is that there is more to do, not that it would succeed.
+
+        What waits is counted all the same: the bounds hold for a sender that cannot send, above all.
+        """
+        until = now_s() + seconds
+        while (left_s := until - now_s()) > 0:
+            if self._hurry.wait(min(left_s, _COUNT_EVERY_S)):
+                self._hurry.clear()
+                break
+            with suppress(Exception):  # the database may be away, which the next try says
+                self._count()
 
     def _step(self) -> float | None:
         """Send, look or wait. Returns for how long to rest before the next step."""

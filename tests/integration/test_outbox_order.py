@@ -287,6 +287,20 @@ def test_a_database_that_was_put_back_is_noticed_before_its_rows_are_sent_again(
     assert waiting(engine) == 1
 
 
+def test_what_waits_for_a_sender_that_fails_is_counted_and_bounded(kafka, engine, orders, dualwrite_topic, monkeypatch):
+    def settle(_):
+        raise Unavailable("the coordinator accepts no end")
+
+    monkeypatch.setattr(Sending, "settle", settle)
+    limits = replace(LIMITS, outbox_rows=3)
+    with DualWriter("orders", kafka=kafka, database=engine, outbox="always", limits=limits) as writer:
+        for number in range(3):
+            put(writer, dualwrite_topic, orders, number)
+        wait_until(lambda: writer.health().outbox_rows == 3)
+        with pytest.raises(Unavailable, match="outbox_rows"):
+            put(writer, dualwrite_topic, orders, 3)
+
+
 @pytest.mark.parametrize("claims_anew", [False, True])
 def test_a_live_sender_stops_once_the_database_was_put_back(
     kafka, engine, orders, backup, dualwrite_topic, claims_anew
