@@ -5,7 +5,7 @@ import random
 import signal
 
 import pytest
-from harness.checker import Case
+from harness.checker import FALLS_BACK, Case
 from harness.orders import on_postgresql
 from harness.patience import PATIENCE_S, wait_until
 from sqlalchemy import create_engine, text
@@ -16,8 +16,6 @@ from dualwrite.recovery.recover import status
 pytestmark = pytest.mark.slow
 
 # The second pass of a point: the first operation is done, so an older row stands there to be taken for the newer one.
-FALLS_BACK = ["write.falls_back", "write.turns", "write.waits"]
-"""Only blocks whose messages wait in the database pass these."""
 WRITE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith("write.") and name not in FALLS_BACK]
 SETTLE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
 DECIDED = {"write.decided", "write.completed", "write.waits"}

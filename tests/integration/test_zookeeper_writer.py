@@ -7,6 +7,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from harness.checker import FALLS_BACK
 from harness.patience import wait_until
 from harness.zookeeper_proxy import ZooKeeperProxy
 from harness.zookeeper_worker import ZooKeeperCase
@@ -33,7 +34,7 @@ from dualwrite.stores.keyed.zookeeper import Session
 from dualwrite.testing import EmbeddedZooKeeper, read_committed
 
 names = (f"/writer-{secrets.token_hex(4)}" for _ in itertools.count())
-WRITE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith("write.")]
+WRITE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith("write.") and name not in FALLS_BACK]
 SETTLE_POINTS = [name for name in failpoints.FAILPOINTS if name.startswith(("claim.", "settle."))]
 DECIDED = {"write.decided", "write.completed"}
 IN_EVERY_RUN = {"write.recorded", "write.decided"}

@@ -358,10 +358,16 @@ class Ledger:
             READ and SERIALIZABLE that raises ``TransactionAborted`` instead; the next attempt then finds it *seen*.
 
         Raises:
-            ConfigurationError: A name cannot be a key; or as all methods.
+            ConfigurationError: A name cannot be a key, or a count cannot be; or as all methods.
         """
         check_name(sink, "the name of a sink")
         check_name(batch_id, "the name of a batch")
+        if min(row_count, message_count) < 0 or partition_count < 1:
+            # MariaDB's IGNORE would take the table's own check for a row that is there.
+            raise ConfigurationError(
+                f"{row_count} rows and {message_count} messages in one of {partition_count} partitions cannot be",
+                next_step="pass what the partition has written",
+            )
         row = {
             "sink": sink,
             "batch_id": batch_id,

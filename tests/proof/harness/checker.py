@@ -25,6 +25,9 @@ from harness.places import PROOF
 from harness.planting import ENVIRONMENT as MISTAKE
 from harness.worker import OPERATIONS, work
 
+FALLS_BACK = ["write.falls_back", "write.turns", "write.waits"]
+"""The fail points that only blocks pass whose messages wait in the database."""
+
 
 @dataclass
 class Forked:

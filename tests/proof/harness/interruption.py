@@ -46,12 +46,18 @@ class Interruption:
     def _trace(self, frame: FrameType, _event: str, _argument: Any) -> Any:
         path = frame.f_code.co_filename
         is_ours = path.startswith(_OURS) and not path.startswith(_TESTING)
-        return self._count if is_ours and frame.f_code.co_name != "__del__" and self._counts(frame) else None
+        return self._count if is_ours and self._counts(frame) else None
 
     def _counts(self, frame: FrameType | None) -> bool:
-        while self._inside is not None and frame is not None and frame.f_code.co_name != self._inside:
+        """Whether it is reached from the function asked for, and not from a ``__del__``, where Python swallows an interruption."""
+        reached = self._inside is None
+        while frame is not None:
+            name = frame.f_code.co_name
+            if name == "__del__":
+                return False
+            reached = reached or name == self._inside
             frame = frame.f_back
-        return frame is not None
+        return reached
 
     def _count(self, frame: FrameType, event: str, _argument: Any) -> Any:
         if event == "line" and self.at is None:
