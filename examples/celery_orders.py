@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from billiard.util import set_pdeathsig
 from celery import Celery
 from celery.signals import worker_process_init, worker_process_shutdown
 from sqlalchemy import create_engine, func, select
@@ -58,6 +59,11 @@ if "SHOP_DATABASE" in os.environ:
 @worker_process_init.connect
 def open_writer(**_: object) -> None:
     """Open the writer in each worker process, after the fork; at once, also while Kafka or the database is away."""
+    if sys.platform == "linux":
+        # Celery has Linux kill a process once the thread that has forked it ends. With a broker that is read without an event
+        # loop, as this one, the thread that replaces a dead process ends when the worker's shutdown begins: what it has forked
+        # would be killed at work, perhaps holding the lock that the other processes wait for.
+        set_pdeathsig(0)
     writer.open(wait=False)
 
 
