@@ -183,6 +183,12 @@ def runs_in_a_loop() -> bool:
     return True
 
 
+def is_cancellation(error: BaseException) -> bool:
+    """Whether the error is the cancellation of a task of an event loop."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and isinstance(error, asyncio.CancelledError)
+
+
 def in_own_thread() -> bool:
     """Whether the code that calls this has its thread to itself: no event loop runs there."""
     return here() is BLOCKING and not blocks_a_loop()

@@ -190,6 +190,7 @@ class DualWrite(Work):
     """
 
     running = False
+    _in_send = False
     _producer: LaneProducer
 
     def __init__(
@@ -281,6 +282,8 @@ class DualWrite(Work):
                     self._hand_over(prepared=self._ending is Ending.PREPARE)
             elif not self.is_parents:
                 self._abort()
+                if waiting.in_own_thread() and waiting.is_cancellation(error):
+                    self._leave_to_code()
         except BaseException as raised:
             if isinstance(raised, LOSSES):
                 note_raised(self._context.store, raised)
@@ -299,6 +302,15 @@ class DualWrite(Work):
                 self.__exit__(GeneratorExit, GeneratorExit(), None)
             except BaseException as error:  # noqa: BLE001 - nobody can catch it
                 logger.warning("%s: a dropped block was not ended: %s", self.transactional_id, error)
+
+    def _leave_to_code(self) -> None:
+        """Give nobody else what the block's code uses: it may still run, in a thread that its cancelled task awaits no more.
+
+        Otherwise the statement or the message that it is about to send would become part of the next block.
+        """
+        self._context.store.discard(self._handle)
+        if self._in_send:
+            self._lane.discard()
 
     def _release(self) -> None:
         """Release the connection and the lane. Neither may be used again if the block has not ended properly."""
@@ -416,7 +428,8 @@ class DualWrite(Work):
     def require_open(self) -> None:
         self._machine.check(WriteEvent.PRODUCE)
 
-    def send(self, message: Sendable) -> None:  # noqa: C901 - the whole way of a message, in one frame
+    def send(self, message: Sendable) -> None:  # noqa: C901, PLR0912 - the whole way of a message, in one frame
+        self._in_send = True  # before the state is looked at: see _leave_to_code
         if self._machine.state is not WriteState.CHECKED:
             self._machine.check(WriteEvent.PRODUCE)
         savepoints, may_wait = self.savepoints, self.may_wait
@@ -448,6 +461,8 @@ class DualWrite(Work):
         except BaseException as error:  # also of a signal's handler: nobody knows how much of the message was taken
             self.refuse(error)
             raise
+        finally:
+            self._in_send = False
         failpoints.hit("write.produced")
 
     def _behind_savepoint(self, message: Sendable) -> Sequence[Sendable]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 from contextlib import asynccontextmanager
 from types import ModuleType
 from typing import Annotated, Any
@@ -10,7 +11,8 @@ import pytest
 from harness.asgi import ask
 from harness.orders import Order, on_postgresql
 from harness.page_examples import example
-from sqlalchemy import insert, text
+from harness.patience import PATIENCE_S
+from sqlalchemy import event, insert, text
 
 from dualwrite import (
     AsyncDualWriter,
@@ -20,8 +22,10 @@ from dualwrite import (
     Transaction,
     TransactionAborted,
     Unavailable,
+    WriterLimits,
 )
 from dualwrite.errors import ConfigurationError
+from dualwrite.kafka.native.producer import NativeInstance
 from dualwrite.protocol.findings import standby
 from dualwrite.testing import AsyncInMemoryWriter
 from dualwrite.testing.checker import read_committed
@@ -226,3 +230,63 @@ def test_an_older_fastapi_is_refused_by_its_name(monkeypatch):
     monkeypatch.setattr(fastapi, "Depends", depends)
     with pytest.raises(ConfigurationError, match=r"FastAPI 0.121.*dualwrite\[fastapi\]"):
         fastapi.in_transaction(AsyncInMemoryWriter())
+
+
+@pytest.mark.parametrize("held", ["statement", "message"])
+def test_a_function_that_outlives_its_cancelled_request_writes_into_no_other_block(  # noqa: C901 - two held back, one test
+    url, kafka, engine, engine_of, dualwrite_topic, orders, both, held, monkeypatch
+):
+    """A server that stops cancels the request's task. Its function runs on in a thread, here about to send something."""
+    pytest.importorskip("fastapi", reason="the extra 'fastapi' is not installed")
+    from fastapi import FastAPI
+
+    from dualwrite.frameworks import fastapi
+
+    shared = engine_of(url, pool_size=2, max_overflow=0, pool_use_lifo=True)
+    writer = DualWriter("shop", kafka=kafka, database=shared, limits=WriterLimits(max_lanes=1))
+    app = FastAPI(lifespan=fastapi.opened(writer))
+    sending, goes_on, sent = threading.Event(), threading.Event(), threading.Event()
+
+    def hold():
+        sending.set()
+        assert goes_on.wait(PATIENCE_S)
+
+    @event.listens_for(shared, "before_cursor_execute")
+    def hold_statement(_connection, _cursor, statement, parameters, *_):
+        if held == "statement" and "INSERT INTO orders" in statement and parameters["id"] == 1:
+            hold()
+
+    def send(self, message):
+        if held == "message" and message.value == b"1":
+            hold()
+        sent_by_engine(self, message)
+
+    sent_by_engine = NativeInstance.send
+    monkeypatch.setattr(NativeInstance, "send", send)
+
+    @app.post("/orders/{number}")
+    def place(number: int, tx: Annotated[Transaction, fastapi.in_transaction(writer)]):
+        tx.connection.execute(text("SELECT 1"))
+        try:
+            if held == "statement":
+                tx.connection.execute(insert(orders).values(id=number))
+            tx.produce(dualwrite_topic, value=str(number))
+            if held == "message":
+                tx.connection.execute(insert(orders).values(id=number))
+        finally:
+            if number == 1:
+                sent.set()
+        goes_on.set()
+        assert sent.wait(PATIENCE_S)
+
+    async def main():
+        async with served(app):
+            first = asyncio.create_task(ask(app, "/orders/1"))
+            assert await asyncio.to_thread(sending.wait, PATIENCE_S)
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            return (await ask(app, "/orders/2"))[0]
+
+    assert asyncio.run(main()) == [200]
+    assert both() == ([2], [2])
