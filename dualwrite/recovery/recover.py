@@ -135,7 +135,8 @@ def status(
     check_seconds("timeout_s", timeout_s)
     with opened(database, schema) as used, connected_coordinator(kafka) as coordinator:
         store = used.store()
-        return inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, Deadline(timeout_s))
+        rows = rows_of(store, transactional_id, prefix)
+        return inspect_rows(rows, store, coordinator, Deadline(timeout_s), ahead_s=clock_ahead_s(used))
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ def overview(
     deadline = Deadline(timeout_s)
     with connected_coordinator(kafka) as coordinator:
         store = database.store()
-        items = inspect_rows(rows_of(store, transactional_id, prefix), store, coordinator, deadline)
+        rows = rows_of(store, transactional_id, prefix)
+        items = inspect_rows(rows, store, coordinator, deadline, ahead_s=clock_ahead_s(database))
         if others if others is not None else transactional_id is None and prefix is None:
             opened = {
                 kafka_id: view
@@ -212,6 +214,7 @@ def recover_ids(
         connect=partial(connected_coordinator, kafka),
         open_for_s=open_for_s,
         leased=database.living,
+        ahead_s=clock_ahead_s(database),
         dry_run=dry_run,
         after_restore=_asked_for(store, transactional_id, prefix) if after_restore else None,
         deadline=deadline,
@@ -255,6 +258,7 @@ def settle_writers(
         connect=partial(connected_coordinator, kafka),
         open_for_s=open_for_s,
         leased=database.living,
+        ahead_s=clock_ahead_s(database),
         deadline=deadline,
         owner=unique_owner(KafkaConfig.parse(kafka).client_id),
         observer=observer,
@@ -338,6 +342,7 @@ def recover_rows(
     connect: Callable[[], AbstractContextManager[TransactionCoordinator]],
     open_for_s: float = 0.0,
     leased: Callable[[Collection[str]], Collection[str]] = lambda _: (),
+    ahead_s: float = 0.0,
     dry_run: bool = False,
     after_restore: Callable[[str], bool] | None = None,
     claims_all: bool = False,
@@ -355,7 +360,7 @@ def recover_rows(
     report = RecoveryReport()
     rows = select()
     with connect() as coordinator:
-        found = inspect_rows(rows, store, coordinator, deadline)
+        found = inspect_rows(rows, store, coordinator, deadline, ahead_s=ahead_s)
         if after_restore is not None:
             report.forgotten += find_forgotten(rows, coordinator, deadline, is_asked_for=after_restore)
     raise_to = next_incarnations(report.forgotten)
@@ -440,9 +445,14 @@ def _each(
 
 
 def inspect_rows(
-    rows: Sequence[StateRow], store: StateStore, coordinator: TransactionCoordinator, deadline: Deadline
+    rows: Sequence[StateRow],
+    store: StateStore,
+    coordinator: TransactionCoordinator,
+    deadline: Deadline,
+    *,
+    ahead_s: float = 0.0,
 ) -> list[IdStatus]:
-    """:func:`status` on given servers."""
+    """:func:`status` on given servers. Ages are measured by this machine's clock, which is ``ahead_s`` ahead of theirs."""
     check_cluster(rows, coordinator.cluster_id(deadline))
     participants = store.participants(rows)
     prepared_at = {(found.row.transactional_id, found.incarnation): found.prepared_at for found in participants}
@@ -454,6 +464,7 @@ def inspect_rows(
             step,
             prepared_at.get((item.row.transactional_id, item.incarnation)),
             back.get(item.row.transactional_id) if item.incarnation == item.row.incarnation else None,
+            ahead_s,
         )
         for item, step in inspected
     ]
@@ -536,7 +547,7 @@ class IdStatus:
 
 
 def describe(
-    item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None
+    item: Unsettled, step: SettleStep, prepared_at: datetime | None, back: tuple[str, bool] | None, ahead_s: float = 0.0
 ) -> IdStatus:
     """Describe one unsettled incarnation; ``back`` is the evidence of lost commits, and whether a claim was lost."""
     view = item.known.view
@@ -544,7 +555,7 @@ def describe(
     is_open = view.status is TransactionStatus.ONGOING
     unfinished = item.known.is_pending or _left_unended(item.known)
     matters = is_open or step in _MATTERS or (unfinished and step is SettleStep.RETIRE)
-    open_for_s = _seconds_since(view.started_ms / 1000) if view.started_ms is not None and is_open else None
+    open_for_s = _seconds_since(view.started_ms / 1000, ahead_s) if view.started_ms is not None and is_open else None
     timeout_s = None if view.timeout_ms in {None, NEVER_MS} else view.timeout_ms / 1000
     return IdStatus(
         row=item.row,
@@ -553,7 +564,7 @@ def describe(
         open_for_s=open_for_s,
         step=step,
         needs_recovery=matters or prepared_at is not None or back is not None,
-        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp()),
+        prepared_for_s=None if prepared_at is None else _seconds_since(prepared_at.timestamp(), ahead_s),
         aborted_in_s=None if open_for_s is None or timeout_s is None else max(0.0, timeout_s - open_for_s),
         went_back=back[0] if back is not None else None,
         claim_lost=back is not None and back[1],
@@ -573,8 +584,13 @@ def _left_unended(known: Knowledge) -> bool:
     return known.recorded not in {None, Outcome.COMMITTED}
 
 
-def _seconds_since(instant: float) -> float:
-    return max(0.0, time.time() - instant)
+def _seconds_since(instant: float, ahead_s: float) -> float:
+    return max(0.0, time.time() - ahead_s - instant)
+
+
+def clock_ahead_s(database: Database) -> float:
+    """By how many seconds this machine's clock is ahead of the database's: ages must not depend on where a person works."""
+    return time.time() - database.forgetting().now().timestamp()
 
 
 def is_young(item: IdStatus, open_for_s: float) -> bool:

@@ -8,7 +8,6 @@ anything, neither directly nor as rows, and sends nothing that waits.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -173,7 +172,7 @@ def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_
     """
     if left_alone_s is not None:
         newest = max(row.updated_at.timestamp() for row in rows if writer_of(row.transactional_id) == name)
-        if time.time() - newest < left_alone_s:
+        if database.forgetting().now().timestamp() - newest < left_alone_s:
             return True
     return bool(database.living([name]))
 

@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 from confluent_kafka import Producer
 from harness.checker import Case
+from harness.moved_clock import LIBRARY, needs_faketime
 from harness.orders import write
 from harness.patience import PATIENCE_S
 from sqlalchemy import make_url, text
@@ -121,6 +122,14 @@ def test_recover_by_id_after_a_dry_run(dualwrite, left):
     assert "1 rolled forward" in done.stdout
     assert dualwrite("status").exit_code == 0
     assert left.verify() == {"w1-0", "w1-1"}
+
+
+@needs_faketime
+@pytest.mark.parametrize(("offset", "open_for", "code"), [("+1y", "60", 7), ("-1y", "0.1", 0)])
+def test_ages_do_not_depend_on_the_clock_of_the_machine_that_recovers(script, kafka, left, offset, open_for, code):
+    """Ahead, it would take a live owner's transaction for old; behind, it would leave a dead owner's open for ever."""
+    done = script(kafka, "recover", "--all", "--open-for", open_for, LD_PRELOAD=str(LIBRARY), FAKETIME=offset)
+    assert done.returncode == code, done.stdout + done.stderr
 
 
 def test_recover_all_leaves_young_transactions_to_their_owners(dualwrite, left):
