@@ -577,7 +577,7 @@ def test_a_replica_that_may_be_written_to_is_refused(
         with create_engine(url, isolation_level="AUTOCOMMIT").connect() as connection:
             connection.exec_driver_sql(
                 f"CHANGE MASTER TO MASTER_HOST='{primary.host}', MASTER_PORT={primary.port}, MASTER_USER='{primary.username}', "
-                f"MASTER_PASSWORD='{primary.password}', MASTER_USE_GTID=slave_pos"
+                f"MASTER_PASSWORD='{primary.password}', MASTER_SSL=0, MASTER_USE_GTID=slave_pos"
             )
             connection.exec_driver_sql("START SLAVE")
             found = text(

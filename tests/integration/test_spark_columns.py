@@ -332,17 +332,23 @@ def test_a_value_that_does_not_fit_names_its_column(spark, numbers, write):
         pytest.param("short", "'abc '", "it has more than 3 characters", marks=pytest.mark.thorough),
         ("timestamp", "timestamp_ntz'2000-01-01' - make_dt_interval(2600000)", "not in the years that the type has"),
         pytest.param(
-            "date[]", "array(null, date_from_unix_date(-2147472692))", "not in the years", marks=pytest.mark.thorough
+            "date[]",
+            "array(null, date_from_unix_date(-2147472692))",
+            "not in the years that the type has",
+            marks=pytest.mark.thorough,
         ),
     ],
 )
-def test_a_value_that_postgresql_would_change_is_refused_with_its_row(spark, numbers, write, kind, value, says):
+def test_a_value_that_postgresql_would_change_is_refused_with_its_row(
+    spark, numbers, write, kind, value, says, request
+):
     numbers.execute("CREATE DOMAIN short AS varchar(3)")
     numbers.execute(f"ALTER TABLE numbers DROP name, ADD name {kind}")
     df = numbered(spark, 4, 1).selectExpr("id", f"if(id = 2, {value}, null) AS name", "'m' AS message")
-    with pytest.raises(
-        SPARKS_ERRORS, match=rf"column 'name' of type .* would not keep .*{says} \(row 3 of partition 0"
-    ):
+    refusal = rf"column 'name' of type .* would not keep .*{says} \(row 3 of partition 0"
+    if "years" in says and request.node.callspec.params["write"] == "foreach_partition":
+        refusal = r"ValueError: (year -\d+ is out of range|ordinal must be >= 1)"  # PySpark's own: rows come as Python's values
+    with pytest.raises(SPARKS_ERRORS, match=refusal):
         write(df, **numbers.settings, value="message")
     assert numbers.execute("SELECT id FROM numbers") == []
     write(df.where("id <> 2"), **numbers.settings, value="message")
