@@ -121,6 +121,8 @@ PROCESS: Final = "process"
 _APART_S: Final = 5.0
 _REFUSED_AHEAD_S: Final = 3600.0
 """By default brokers refuse messages whose timestamps are further ahead (``message.timestamp.after.max.ms``)."""
+_DELETED_BEHIND_S: Final = 86_400.0
+"""Few topics keep messages for less."""
 _BOUND: Final = re.compile(r"(>=|<)\s*([0-9.]+)")
 _FEW_FREE: Final = 0.2
 
@@ -137,8 +139,7 @@ def clock(whose: str, ahead_s: float | Unasked, within_s: float = 0.0, *, of_bro
     check = Check(
         CLOCKS,
         whose,
-        "the age of open transactions, by which `recover` leaves young ones alone, compares clocks, and so do people who read "
-        "logs",
+        "messages carry the time of this machine, by which Kafka keeps or deletes them; people who read logs compare clocks",
     )
     if isinstance(ahead_s, Unasked):
         return check.unknown(ahead_s)
@@ -147,6 +148,10 @@ def clock(whose: str, ahead_s: float | Unasked, within_s: float = 0.0, *, of_bro
     remedy = "synchronise the clocks of all machines (chrony, NTP)"
     if of_brokers and ahead_s - within_s > _REFUSED_AHEAD_S:
         return check.error(f"{found}: brokers refuse messages from so far in the future", remedy)
+    if of_brokers and -ahead_s - within_s > _DELETED_BEHIND_S:
+        return check.error(
+            f"{found}: the retention of topics deletes committed messages that look so old at once", remedy
+        )
     if apart_s > _APART_S:
         return check.warning(found, remedy)
     return check.ok(found)

@@ -74,6 +74,7 @@ def test_a_list_for_people_is_short(names, text):
         (7200.0, 0.0, False, WARNING),
         (3700.0, 0.0, True, ERROR),
         (-7200.0, 0.0, True, WARNING),  # messages from the past are taken
+        (-90_000.0, 0.0, True, ERROR),  # and deleted by their age
         (3700.0, 200.0, True, WARNING),
         (Unasked("no right"), 0.0, True, UNKNOWN),
     ],
