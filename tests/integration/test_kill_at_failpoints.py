@@ -103,7 +103,8 @@ def test_writer_killed_then_next_start_makes_both_sides_equal(case, point):
     indirect=["url", "task_url"],
 )
 def test_a_process_killed_in_the_commit_of_a_session_then_next_start_makes_both_sides_equal(case, point):
-    nth = 1 if aborting(point) else 3 if point == "write.produced" else 2
+    # Three times in each operation: once for each message, which waits behind its savepoint, and once as they are sent.
+    nth = 1 if aborting(point) else 4 if point == "write.produced" else 2
     case.run(session=True, failpoint=f"{point}:{nth}", killed=True, **aborting(point))
     case.run(session=True, operations=2)
     rows = case.verify()
