@@ -6,6 +6,7 @@ next thing: a poll, a unit of work. Both run :mod:`dualwrite.consumer` as it sta
 
 from __future__ import annotations
 
+from collections import defaultdict
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -350,10 +351,12 @@ def check_consumed(
         excused: Numbers of the writes whose Kafka transaction was ended by the environment. If its abort was skipped in all
             partitions of the messages, settling commits these, but not the offsets: the input is handled again, as
             docs/limits.md says.
-        keeps_rows: Whether the offsets are rows. If not, a lost transaction's messages are handled again, as the manual says.
+        keeps_rows: Whether the offsets are rows. If not, a lost transaction's messages are handled again, as the manual says,
+            unless the loss is found after a later transaction has moved the offset.
     """
     newest: dict[int, int] = {}
     lost_at: set[int] = set()
+    lost: dict[int, set[int]] = defaultdict(set)
     for write, rows in decided_writes(simulation):
         if not isinstance(write, Consumed):
             continue
@@ -361,11 +364,13 @@ def check_consumed(
         for number, offset in write.inputs:
             if not keeps_rows and is_lost:
                 lost_at.add(number)
+                lost[number].add(offset)
                 continue
             before = newest.get(number, -1)
             if not keeps_rows and write.number in excused:
                 lost_at.add(number)
-            if offset != before + 1 and not (number in lost_at and offset <= before):
+            is_next = offset > before and lost[number].issuperset(range(before + 1, offset))
+            if not is_next and not (number in lost_at and offset <= before):
                 raise Finding(f"write {write.number}: input {number} at {offset} is handled after {before}")
             newest[number] = offset
     for number in range(INPUTS):
