@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -20,8 +21,6 @@ from dualwrite.protocol.lives import Phase, WriteState
 from dualwrite.protocol.process import Health
 
 if TYPE_CHECKING:
-    from datetime import datetime
-
     from typing_extensions import Self
 
     from dualwrite.clock import Deadline
@@ -64,21 +63,17 @@ class SavepointWatch(Protocol):
         Raises:
             TransactionAborted: ORM sessions became possible only inside the block, so one may have begun a savepoint unseen.
         """
-        ...
 
     @property
     def holds(self) -> bool:
         """Whether a message that is added now waits for a savepoint."""
-        ...
 
     @property
     def may_roll_back(self) -> bool:
         """Whether rolling back a known savepoint could undo what is done now. Sends nothing."""
-        ...
 
     def expect_session(self) -> None:
         """Watch ORM sessions too. Call it before the block's own session is made."""
-        ...
 
     def add(self, message: Sendable) -> None:
         """Add a produced message. :meth:`take` returns it now, or when its savepoint is released, or never.
@@ -89,7 +84,6 @@ class SavepointWatch(Protocol):
                 COPY.
             Unavailable: The database does not answer.
         """
-        ...
 
     def open_unit(self, uses: AbstractContextManager[object]) -> Any:
         """Open the savepoint of a unit of work. The previous unit must have been kept or dropped.
@@ -105,7 +99,6 @@ class SavepointWatch(Protocol):
             TransactionAborted: As :meth:`add`.
             DualWriteError: The database failed, or it no longer has the savepoint of the previous unit.
         """
-        ...
 
     def require_unit(self) -> None:
         """Make sure that the savepoint of the unit was opened: the database may answer :meth:`open_unit` later.
@@ -113,7 +106,6 @@ class SavepointWatch(Protocol):
         Raises:
             DualWriteError: As :meth:`open_unit`.
         """
-        ...
 
     def keep_unit(self) -> str | None:
         """Release the savepoint of the unit: :meth:`take` returns its messages.
@@ -126,7 +118,6 @@ class SavepointWatch(Protocol):
             TransactionAborted: The unit has rolled back the transaction: both sides must abort.
             Unavailable: The connection is lost.
         """
-        ...
 
     def drop_unit(self) -> None:
         """Roll back to the savepoint of the unit. Its messages are never sent.
@@ -135,11 +126,9 @@ class SavepointWatch(Protocol):
             TransactionAborted, Unavailable: As :meth:`keep_unit`; or the database failed.
             TransactionInDoubt: The savepoint is gone: code of the unit has ended the transaction, and may have committed it.
         """
-        ...
 
     def take(self) -> Sequence[Sendable]:
         """The messages to send now, in the order in which they were produced; each is taken once."""
-        ...
 
     def finish(self) -> None:
         """Release all open savepoints, as the database is about to commit, and stop watching.
@@ -149,11 +138,9 @@ class SavepointWatch(Protocol):
             TransactionInDoubt: As :meth:`drop_unit`, after units.
             Unavailable: The database does not answer.
         """
-        ...
 
     def stop(self) -> None:
         """Stop watching. May be called more than once."""
-        ...
 
 
 Handle: TypeAlias = Any
@@ -199,11 +186,9 @@ class Claims(Protocol):
             ConfigurationError: A row, or the guard, belongs to another cluster, or a row cannot be parsed; nothing was claimed.
             Fenced: The guard was claimed by another owner; nothing was claimed.
         """
-        ...
 
     def read(self, transactional_ids: Sequence[str]) -> Sequence[StateRow]:
         """The rows of these ids, in order of id; missing ones are left out."""
-        ...
 
     def read_locked(self, transactional_id: str, deadline: Deadline) -> StateRow:
         """The row, read under its lock on a separate connection, so that every decision under way on it has ended.
@@ -211,7 +196,6 @@ class Claims(Protocol):
         Raises:
             Unavailable: The lock was not free in time, or the database does not answer.
         """
-        ...
 
     def while_locked(self, transactional_ids: Sequence[str], work: Callable[[], None], deadline: Deadline) -> None:
         """Run ``work`` while holding the row locks.
@@ -221,11 +205,9 @@ class Claims(Protocol):
         Raises:
             Unavailable: A lock was not free in time, or the database does not answer.
         """
-        ...
 
     def find(self, prefix: str) -> Sequence[StateRow]:
         """All rows whose id begins with the prefix, in order of id."""
-        ...
 
 
 class Records(Protocol):
@@ -236,11 +218,9 @@ class Records(Protocol):
 
         A loss also becomes an incident, which later decisions do not erase. Durable on return; may be repeated.
         """
-        ...
 
     def mark_settled(self, incarnations: Mapping[str, int]) -> None:
         """Raise ``settled_incarnation`` of each id to at least that value."""
-        ...
 
     def raise_fence(self, row: StateRow, fence: int) -> bool:
         """Write the fence of the row's native transaction, before its epoch is raised in Kafka. Durable on return.
@@ -253,11 +233,9 @@ class Records(Protocol):
             Whether it was written. False if the row now names another transaction or has another fence; also if the fence was
             written but the answer to the first attempt was lost: read the row again.
         """
-        ...
 
     def participants(self, rows: Collection[StateRow]) -> Sequence[Participant]:
         """The database transactions that were prepared for these rows, under any incarnation, and have not ended."""
-        ...
 
     def end_participant(self, participant: Participant, *, committed: bool) -> None:
         """Commit or roll back what was prepared. Durable on return. Does nothing if it has already ended.
@@ -266,31 +244,24 @@ class Records(Protocol):
             ConfigurationError: Another role prepared it, and we may not end it.
             Unavailable: The database does not answer.
         """
-        ...
 
     def incident(self, transactional_id: str, state: PreparedTxnState) -> Outcome | None:
         """The loss that was recorded for that state, if any."""
-        ...
 
     def incidents(self, prefix: str = "", *, acknowledged: bool = False) -> Sequence[Incident]:
         """The incidents of ids with the prefix, oldest first; with ``acknowledged`` also those already acknowledged."""
-        ...
 
     def incidents_of(self, transactional_ids: Collection[str]) -> Sequence[Incident]:
         """All incidents of these ids, oldest first, including acknowledged ones."""
-        ...
 
     def note_reported(self, losses: Collection[tuple[str, PreparedTxnState]]) -> None:
         """Record that these incidents, by id and transaction, are reported to a caller now. Skips missing ones."""
-        ...
 
     def acknowledge(self, transactional_id: str, state: PreparedTxnState) -> bool:
         """Note that a person has looked at the incident. False if there is none, or it was already acknowledged."""
-        ...
 
     def transaction_verdict(self, transaction: str | None) -> DatabaseVerdict:
         """The database's own verdict on a transaction that :meth:`decide` or :meth:`hold` named."""
-        ...
 
 
 class Decisions(Protocol):
@@ -304,14 +275,12 @@ class Decisions(Protocol):
             IllegalStateError: It is already in a transaction.
             Unavailable: The database does not answer.
         """
-        ...
 
     def watch_savepoints(self, connection: Handle, transactional_id: str) -> SavepointWatch | None:
         """Watch the savepoints of the transaction that :meth:`begin` began, until the watch is finished or stopped.
 
         None if the connection has no savepoints.
         """
-        ...
 
     def begin(self, connection: Handle) -> None:
         """Begin the database transaction of a dual write on the caller's connection.
@@ -325,7 +294,6 @@ class Decisions(Protocol):
             ConfigurationError: The connection is in autocommit or read-only, or its commits would not survive a crash.
             Unavailable: The lock was not free in time, or the database does not answer.
         """
-        ...
 
     def read_incarnation(
         self,
@@ -351,7 +319,6 @@ class Decisions(Protocol):
                 ``known``.
             Unavailable: The database does not answer.
         """
-        ...
 
     def decide(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
         """The last statement of a dual write: store the state if the row still names the incarnation.
@@ -375,14 +342,12 @@ class Decisions(Protocol):
                 a constraint is violated.
             Unavailable: The database does not answer.
         """
-        ...
 
     def hold(self, connection: Handle, decision: Decision) -> tuple[bool, str | None]:
         """The last statement if nothing was produced: keep the row's incarnation as it is until COMMIT, if it is ours.
 
         Returns and raises as :meth:`decide`.
         """
-        ...
 
     def run_deferred(self, connection: Handle, transactional_id: str | None = None) -> None:
         """Run now everything that the user's statements have deferred to COMMIT, so that COMMIT has nothing left to run.
@@ -392,7 +357,6 @@ class Decisions(Protocol):
         Raises:
             TransactionAborted: A constraint is violated, or the database failed.
         """
-        ...
 
     def prepare(
         self, connection: Handle, row: StateRow, state: PreparedTxnState, *, answer_s: float | None = None
@@ -405,7 +369,6 @@ class Decisions(Protocol):
             TransactionAborted: It was rolled back. The database may allow no prepared transactions, or no more of them.
             TransactionInDoubt: The answer is missing.
         """
-        ...
 
     def commit(self, connection: Handle, *, answer_s: float | None = None) -> None:
         """Commit the database transaction. On return it is durable: the decision.
@@ -420,15 +383,12 @@ class Decisions(Protocol):
             TransactionInDoubt: The answer is missing, for any reason; if that is an interruption (``KeyboardInterrupt``), it is
                 the cause. The driver's connection was discarded.
         """
-        ...
 
     def rollback(self, connection: Handle) -> None:
         """Roll back what the connection has open, if anything. Never raises: a dead connection is discarded."""
-        ...
 
     def discard(self, connection: Handle) -> None:
         """Discard the connection, whatever it has open: it must not be used again. Never raises."""
-        ...
 
 
 class DecisionWithCommit(Protocol):
@@ -436,7 +396,6 @@ class DecisionWithCommit(Protocol):
 
     def is_possible(self, connection: Handle, age_s: float) -> bool:
         """Whether this connection can do it now. Otherwise call ``decide``, then ``commit``. Sends nothing."""
-        ...
 
     def execute(self, connection: Handle, decision: Decision, age_s: float) -> Decided:
         """Decide and commit. Durable on return, if committed.
@@ -449,7 +408,6 @@ class DecisionWithCommit(Protocol):
             TransactionAborted: As both.
             TransactionInDoubt: As :meth:`Decisions.commit`, wherever in the exchange the connection was lost.
         """
-        ...
 
 
 class OutboxRows(Protocol):
@@ -476,11 +434,9 @@ class OutboxRows(Protocol):
         It also returns the mode and the lane's count, in the same request. The mode is not locked: a block that finds *later*
         takes a share of the lock, and so reads it again.
         """
-        ...
 
     def mode(self, connection: Handle, writer: str) -> OutboxMode:
         """The writer's mode as it is now, not locked."""
-        ...
 
     def share(self, connection: Handle, writer: str, *, within_s: float) -> OutboxMode:
         """Take a share of the lock on the mode until the transaction ends, and return the mode as of then.
@@ -492,7 +448,6 @@ class OutboxRows(Protocol):
             TransactionAborted: A deadlock, or, at REPEATABLE READ and SERIALIZABLE, the mode has changed since the snapshot.
             Unavailable: The lock was not free within ``within_s``, or the database does not answer.
         """
-        ...
 
     def lock(self, connection: Handle, writer: str, *, within_s: float, beside_shares: bool = False) -> OutboxMode:
         """Lock the mode exclusively until the transaction ends, and return it as of then. Creates a missing row.
@@ -503,11 +458,9 @@ class OutboxRows(Protocol):
         Raises:
             TransactionAborted, Unavailable: As :meth:`share`.
         """
-        ...
 
     def turn(self, connection: Handle, writer: str, mode: OutboxMode) -> None:
         """Set the mode, which this transaction has locked; exclusively, if it sets it to *direct*."""
-        ...
 
     def decide(
         self, connection: Handle, decision: Decision, writer: str, messages: Sequence[Sendable]
@@ -534,7 +487,6 @@ class OutboxRows(Protocol):
             IllegalStateError: A value cannot wait; or as :meth:`Decisions.decide`.
             TransactionAborted, Unavailable: As :meth:`Decisions.decide`.
         """
-        ...
 
     def read(self, connection: Handle, writer: str, *, limit: int, max_bytes: int) -> WaitingMessages:
         """The writer's first messages that wait, in the order of their numbers; not locked.
@@ -547,29 +499,23 @@ class OutboxRows(Protocol):
             limit: The maximum number of messages.
             max_bytes: Stop before this many bytes of keys, values and headers; but a first message is always returned.
         """
-        ...
 
     def delete(self, connection: Handle, writer: str, numbers: Sequence[int]) -> int:
         """Delete the messages with these ascending numbers. Returns how many there were; if fewer, another sender took them."""
-        ...
 
     def move_aside(self, connection: Handle, writer: str, numbers: Sequence[int], reason: str) -> int:
         """Move the messages with these ascending numbers aside. Returns how many there were."""
-        ...
 
     def put_aside(self, connection: Handle, message: AsideMessage) -> None:
         """Put a relay's message aside, from another program's table. It gets a new number and new times."""
-        ...
 
     # In transactions of their own
 
     def writers(self) -> Sequence[str]:
         """The writers with messages that may wait or were moved aside, in order."""
-        ...
 
     def topics(self, writer: str) -> Mapping[str, int]:
         """How many of the writer's waiting messages each topic has, among the first ten thousand."""
-        ...
 
     def begin_later(self, writer: str) -> None:
         """Set the mode to *later*, although others may share its lock: earlier blocks may still send directly until they end.
@@ -579,7 +525,6 @@ class OutboxRows(Protocol):
         Raises:
             Unavailable: The lock was not free in time, or the database does not answer.
         """
-        ...
 
     def decisions_locked(self, transactional_id: str, namespace: str | None, deadline: Deadline) -> int:
         """The count of the lane's row, read as by :meth:`Claims.read_locked`: every decision under way on it has ended.
@@ -588,7 +533,6 @@ class OutboxRows(Protocol):
             ConfigurationError: The row is gone, or is another one of that name.
             Unavailable: As :meth:`Claims.read_locked`.
         """
-        ...
 
     def waiting(self, writer: str) -> Waiting:
         """How much waits. Reads at most about ten thousand rows; beyond that it is an estimate.
@@ -596,26 +540,21 @@ class OutboxRows(Protocol):
         The estimate extrapolates from the first and the last rows. Numbers of other writers and of rolled back transactions
         leave gaps; if the gaps at the ends differ from those in the middle, the estimate is wrong by as much.
         """
-        ...
 
     def aside(self, writer: str, *, limit: int, after: int = 0) -> Sequence[AsideMessage]:
         """The writer's messages that were moved aside, in the order of their numbers, beginning after the number ``after``."""
-        ...
 
     def count_aside(self, writer: str) -> int:
         """How many messages of the writer were moved aside."""
-        ...
 
     def replay(self, writer: str, numbers: Sequence[int] | None = None) -> int:
         """Put messages that were moved aside behind all that wait, in their order, and turn the mode to *later*.
 
         Without ``numbers``, all of the writer's. They get new numbers. Durable on return. Returns how many there were.
         """
-        ...
 
     def drop(self, writer: str, numbers: Sequence[int] | None = None) -> int:
         """Delete messages that were moved aside; without ``numbers``, all. Durable on return. Returns how many there were."""
-        ...
 
 
 class StateStore(Claims, Records, Decisions, Protocol):
@@ -624,16 +563,13 @@ class StateStore(Claims, Records, Decisions, Protocol):
     @property
     def outbox(self) -> OutboxRows | None:
         """The messages that wait; None if they cannot wait in this kind of database."""
-        ...
 
     def outbox_mode(self, writer: str) -> OutboxMode:
         """The mode of the writer's outbox, read in a transaction of its own; *direct* if messages cannot wait here."""
-        ...
 
     @property
     def with_commit(self) -> DecisionWithCommit | None:
         """Sends a decision together with its COMMIT; None if this kind of database cannot."""
-        ...
 
 
 # The port to the deciding database as a whole: what writers and the calls for operators need besides its rows.
@@ -681,17 +617,14 @@ class Leases(Protocol):
     @property
     def fleet(self) -> str:
         """The fleet's name."""
-        ...
 
     def take(self, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]) -> str:
         """Take the lowest number that nobody holds, or whose holder has died, and return its id."""
-        ...
 
     def take_number(
         self, number: int, owner: str, timeout_s: float, *, has_died: Callable[[Lease], bool]
     ) -> str | None:
         """Take that number, and return its id; None if a live member holds it."""
-        ...
 
     def renew(
         self, transactional_id: str, owner: str, timeout_s: float, *, wait_s: float
@@ -701,15 +634,12 @@ class Leases(Protocol):
         Returns whether it was renewed, and the fleet's leases that have expired or that belong to processes in the owner's
         place.
         """
-        ...
 
     def adopt(self, dead: Lease, owner: str, timeout_s: float) -> bool:
         """Take the lease of a dead holder, to settle what it left. False if another member was faster."""
-        ...
 
     def give_back(self, transactional_id: str, owner: str, *, settled: bool) -> None:
         """Give a lease back. Does nothing if another member has taken it."""
-        ...
 
 
 class Forgetting(Protocol):
@@ -717,27 +647,21 @@ class Forgetting(Protocol):
 
     def now(self) -> datetime:
         """The database's time."""
-        ...
 
     def leased(self) -> set[str]:
         """The ids that a process holds, or may still continue with."""
-        ...
 
     def forget(self, rows: Sequence[StateRow]) -> bool:
         """Delete the rows, all or none. False if one was used since it was read, or is held. Durable on return."""
-        ...
 
     def forget_incidents(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
         """Delete the incidents that were acknowledged before that time. Returns how many."""
-        ...
 
     def forget_runs(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
         """Delete the runs of batches that began before that time and are over. Returns how many."""
-        ...
 
     def forget_actions(self, prefix: str, before: datetime, /, *, dry_run: bool, name: str | None = None) -> int:
         """Delete from the history what began before that time. Returns how many actions."""
-        ...
 
 
 class History(Protocol):
@@ -750,23 +674,18 @@ class History(Protocol):
             ConfigurationError: The right to write the table is missing.
             Unavailable: The database does not answer.
         """
-        ...
 
     def begin_once(self, intent: Intent) -> bool:
         """As :meth:`begin` for one intent; False, and nothing is stored, if its id is there already."""
-        ...
 
     def end(self, ends: Sequence[End]) -> None:
         """Store how actions have ended. Skips those that are gone."""
-        ...
 
     def read(self, action_id: str) -> ActionRecord | None:
         """One action; None if it is not there."""
-        ...
 
     def last(self, prefix: str, *, limit: int) -> Sequence[ActionRecord]:
         """The last actions on ids and writers with that prefix, newest first."""
-        ...
 
 
 class Closing(ABC):
@@ -888,6 +807,13 @@ class Database(Closing):
         """
         raise self._without("forgetting", "a row takes a few hundred bytes: leave it")
 
+    def now(self) -> datetime:
+        """The time by which the ages of rows are measured: the database's, or this machine's if it deletes no rows."""
+        try:
+            return self.forgetting().now()
+        except ConfigurationError:
+            return datetime.now(timezone.utc)
+
     def history(self) -> History | None:
         """What people and services have done; None if this database, or its version of the tables, keeps no such history."""
         return None
@@ -904,19 +830,15 @@ class TransactionCoordinator(Protocol):
 
     def cluster_id(self, deadline: Deadline) -> str:
         """The id of the cluster that the bootstrap servers belong to."""
-        ...
 
     def max_transaction_timeout_ms(self, deadline: Deadline) -> int | None:
         """The broker's ``transaction.max.timeout.ms``; None if we may not read it."""
-        ...
 
     def describe(self, kafka_ids: Collection[str], deadline: Deadline) -> Mapping[str, TransactionView]:
         """The coordinator's view of each id; an unknown id has the status ``NO_SUCH_ID``."""
-        ...
 
     def list_ids(self, prefix: str, deadline: Deadline) -> Sequence[str]:
         """All transactional ids with that prefix that any coordinator knows."""
-        ...
 
     def open_offsets(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
@@ -926,7 +848,6 @@ class TransactionCoordinator(Protocol):
         Asks the current leaders (``DescribeProducers``). None where that producer has nothing open. Leaves out a partition that
         certainly no longer exists: its topic was deleted, perhaps recreated with another id.
         """
-        ...
 
     def producer_open_offsets(
         self, producer_id: int, epoch: int, partitions: Collection[tuple[str, int]], deadline: Deadline
@@ -935,7 +856,6 @@ class TransactionCoordinator(Protocol):
 
         Asks the current leaders (``DescribeProducers``).
         """
-        ...
 
     def sequences(
         self, producer_id: int, epoch: int, firsts: Mapping[tuple[str, int], int], deadline: Deadline
@@ -944,7 +864,6 @@ class TransactionCoordinator(Protocol):
 
         None where the partition does not have that record, or no newest one of that epoch is known.
         """
-        ...
 
     def still_open(
         self, suspects: Sequence[tuple[int, Collection[tuple[str, int]]]], deadline: Deadline
@@ -953,7 +872,6 @@ class TransactionCoordinator(Protocol):
 
         Transactions of every epoch count. Waits for leaders, then asks them (``DescribeProducers``).
         """
-        ...
 
     def end(
         self, transactions: Mapping[str, PreparedTxnState], *, committed: bool, deadline: Deadline, once: bool = False
@@ -962,7 +880,6 @@ class TransactionCoordinator(Protocol):
 
         With ``once``, each is sent only once: an id whose request was not answered is missing from the result.
         """
-        ...
 
     def retire(
         self, kafka_ids: Collection[str], deadline: Deadline, *, timeouts_ms: Mapping[str, int] | None = None
@@ -977,7 +894,6 @@ class TransactionCoordinator(Protocol):
         Returns:
             By id, its new producer id and epoch.
         """
-        ...
 
     def add_partitions(
         self, transactions: Mapping[str, tuple[int, int, Collection[tuple[str, int]]]], deadline: Deadline
@@ -987,11 +903,9 @@ class TransactionCoordinator(Protocol):
         Returns:
             By id, whether they were added; False if the id has another producer id or epoch, or a partition is gone.
         """
-        ...
 
     def prove(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[LogProof]:
         """The log's proof of the outcome of each state's transaction."""
-        ...
 
     def prove_now(
         self, states: Sequence[PreparedTxnState], deadline: Deadline, *, read_on: bool
@@ -1006,19 +920,15 @@ class TransactionCoordinator(Protocol):
             read_on: Whether to read on, which may take long, where something is open before a transaction. If not, the proof
                 there is ``OPEN``.
         """
-        ...
 
     def later_commits(self, states: Sequence[PreparedTxnState], deadline: Deadline) -> Sequence[Later]:
         """For each state, the later activity of its producer in the logs of its partitions."""
-        ...
 
     def topic_ids(self, topics: Collection[str], deadline: Deadline) -> Mapping[str, str]:
         """The id of each topic as URL-safe base64. Topics that do not exist are missing from the result."""
-        ...
 
     def close(self) -> None:
         """Close the connections. May be called more than once."""
-        ...
 
 
 @runtime_checkable
@@ -1029,7 +939,6 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
         self, transactions: Mapping[str, tuple[int, int]], *, committed: bool, deadline: Deadline
     ) -> Mapping[str, EndAnswer]:
         """Send ``EndTxn`` for each Kafka id with the producer id and epoch that name one transaction. May be repeated."""
-        ...
 
     def open_transactions(
         self, asked: Sequence[tuple[PreparedTxnState, Collection[tuple[str, int]]]], deadline: Deadline
@@ -1039,7 +948,6 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
         Looks in these, and in every partition of the topics that the state names. Transactions of every epoch count. Waits for
         leaders, then asks them (``DescribeProducers``).
         """
-        ...
 
     def producer_epochs(
         self, states: Sequence[PreparedTxnState], deadline: Deadline
@@ -1048,11 +956,9 @@ class NativeCoordinator(TransactionCoordinator, Protocol):
 
         None for a partition that certainly no longer exists. Partitions whose leader does not answer are missing.
         """
-        ...
 
     def transaction_version(self, deadline: Deadline, *, fresh: bool = False) -> int:
         """The cluster's finalized ``transaction.version``; 0 if it has none. ``fresh`` asks even if it is known already."""
-        ...
 
 
 def native_of(coordinator: TransactionCoordinator) -> NativeCoordinator:
@@ -1081,17 +987,14 @@ class Settled(Protocol):
     @property
     def rolled_forward(self) -> Sequence[str]:
         """The transactional ids whose decided transaction was committed."""
-        ...
 
     @property
     def retired(self) -> int:
         """How many Kafka ids were made unusable, which aborts what is open under them."""
-        ...
 
     @property
     def repaired(self) -> Sequence[str]:
         """The transactional ids for which markers were written that a broker had forgotten."""
-        ...
 
 
 class _Observer:

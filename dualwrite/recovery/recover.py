@@ -590,7 +590,7 @@ def _seconds_since(instant: float, ahead_s: float) -> float:
 
 def clock_ahead_s(database: Database) -> float:
     """By how many seconds this machine's clock is ahead of the database's: ages must not depend on where a person works."""
-    return time.time() - database.forgetting().now().timestamp()
+    return time.time() - database.now().timestamp()
 
 
 def is_young(item: IdStatus, open_for_s: float) -> bool:

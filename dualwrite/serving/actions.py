@@ -249,7 +249,7 @@ def _owner_words(item: IdStatus, asked: str, database: Database) -> str:
         return f"ITS OWNER IS ALIVE, {lease.owner}: its lease is held for {duration(lease.left_s)} more. So {fenced}."
     if database.living([asked]):
         return f"A TASK HOLDS ITS SLOT, {item.row.owner}. So {fenced}."
-    age_s = (database.forgetting().now() - item.row.updated_at).total_seconds()
+    age_s = (database.now() - item.row.updated_at).total_seconds()
     return f"Its owner, {item.row.owner}, changed its row last {duration(age_s)} ago. If it is alive, {fenced}."
 
 

@@ -110,7 +110,7 @@ def look(target: Target, database: Database) -> Round:
     )
     history, missing = _history(database, target.prefix)
     batches, unknown = batches_of(database, target.prefix)
-    now = database.forgetting().now()
+    now = database.now()
     leader = next(iter(database.lease_list(member_id(fleet_of(target.name), 0), "")), None)
     seen = every_writer(
         items,

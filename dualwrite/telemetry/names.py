@@ -208,7 +208,8 @@ OUTBOX_STOPPED: Final = Metric(
     "dualwrite.outbox.stopped",
     Instrument.GAUGE,
     "1",
-    "1 while all of them wait for one that Kafka refuses, else 0; absent without an outbox",
+    "1 while all of them wait for one that Kafka refuses, or for a person after the database has lost a commit, else 0; "
+    "absent without an outbox",
 )
 METRICS: Final = (
     DURATION,

@@ -172,7 +172,7 @@ def _may_be_alive(name: str, rows: Sequence[StateRow], database: Database, left_
     """
     if left_alone_s is not None:
         newest = max(row.updated_at.timestamp() for row in rows if writer_of(row.transactional_id) == name)
-        if database.forgetting().now().timestamp() - newest < left_alone_s:
+        if database.now().timestamp() - newest < left_alone_s:
             return True
     return bool(database.living([name]))
 

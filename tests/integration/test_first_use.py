@@ -29,8 +29,8 @@ NEVER = (
     "dualwrite.testing", "dualwrite.writing.group_commit", "dualwrite.writing.opening", "dualwrite.writing.sender", "numpy",
     "pandas", "pyarrow", "pyspark", "rich", "sqlalchemy.dialects.mysql", "sqlalchemy.orm",
 )  # fmt: skip
-MOST_LINES = 27_700
-"""Of this library. On 2026-11-27 the native engine on PostgreSQL loaded 27,363, in 64 modules."""
+MOST_LINES = 28_000
+"""Of this library. On 2026-11-28 the native engine on PostgreSQL loaded 27,760, in 65 modules."""
 LEFT_OUT = {
     "native": (
         "confluent_kafka",
