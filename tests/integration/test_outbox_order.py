@@ -265,22 +265,32 @@ def test_a_sender_whose_owner_was_replaced_cannot_claim_its_id_anew(kafka, engin
     assert values(kafka, dualwrite_topic) == [1, 2]
 
 
+def sent_after_a_copy(writer, topic, orders, engine, backup):
+    """Copy the database while a message waits, and let it be sent. Returns what puts the copy back: the message waits again."""
+    with held("outbox.read") as gates:
+        put(writer, topic, orders, 1, outbox="always")
+        arrived, released = gates["outbox.read"]
+        assert arrived.wait(PATIENCE_S)
+        restore = backup()
+        execute(engine, "CREATE TABLE copied AS SELECT * FROM dualwrite_outbox")
+        released.set()
+    wait_until(lambda: is_direct(engine))
+
+    def put_back():
+        restore()
+        execute(engine, "INSERT INTO dualwrite_outbox OVERRIDING SYSTEM VALUE SELECT * FROM copied")
+        execute(engine, "UPDATE dualwrite_outbox_mode SET mode = 'later'")
+
+    return put_back
+
+
 def test_a_database_that_was_put_back_is_noticed_before_its_rows_are_sent_again(
     kafka, engine, orders, backup, dualwrite_topic
 ):
     """The rows of the writer's lanes show nothing of it: no block has decided anything since."""
     with DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS) as writer:
-        with held("outbox.read") as gates:
-            put(writer, dualwrite_topic, orders, 1, outbox="always")
-            arrived, released = gates["outbox.read"]
-            assert arrived.wait(PATIENCE_S)
-            restore = backup()
-            execute(engine, "CREATE TABLE copied AS SELECT * FROM dualwrite_outbox")
-            released.set()
-        wait_until(lambda: is_direct(engine))
-    restore()
-    execute(engine, "INSERT INTO dualwrite_outbox OVERRIDING SYSTEM VALUE SELECT * FROM copied")
-    execute(engine, "UPDATE dualwrite_outbox_mode SET mode = 'later'")
+        put_back = sent_after_a_copy(writer, dualwrite_topic, orders, engine, backup)
+    put_back()
     with pytest.raises(DatabaseWentBack):
         DualWriter("orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS).open()
     assert values(kafka, dualwrite_topic) == [1]
@@ -310,18 +320,9 @@ def test_a_live_sender_stops_once_the_database_was_put_back(
     with DualWriter(
         "orders", kafka=kafka, database=engine, outbox="fallback", limits=LIMITS, on_loss=told.append
     ) as writer:
-        with held("outbox.read") as gates:
-            put(writer, dualwrite_topic, orders, 1, outbox="always")
-            arrived, released = gates["outbox.read"]
-            assert arrived.wait(PATIENCE_S)
-            restore = backup()
-            execute(engine, "CREATE TABLE copied AS SELECT * FROM dualwrite_outbox")
-            released.set()
-        wait_until(lambda: is_direct(engine))
+        put_back = sent_after_a_copy(writer, dualwrite_topic, orders, engine, backup)
         wait_until(lambda: not writer._connected.outbox_lane.needs_settling)
-        restore()
-        execute(engine, "INSERT INTO dualwrite_outbox OVERRIDING SYSTEM VALUE SELECT * FROM copied")
-        execute(engine, "UPDATE dualwrite_outbox_mode SET mode = 'later'")
+        put_back()
         if claims_anew:
             writer._connected.outbox_lane.producer._instance.doubt("for the test")
         put(writer, dualwrite_topic, orders, 2, outbox="always")
