@@ -24,7 +24,10 @@ Every error pickles (Spark ships them between processes) and keeps the driver's 
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "ChangelogDiffers",
@@ -245,6 +248,13 @@ class OutcomeUnverifiable(DualWriteError):
 def extra_missing(extra: str, error: ImportError) -> ImportError:
     """The error for a package that is not installed. It names the extra that installs it."""
     return ImportError(f"{error}: pip install 'dualwrite[{extra}]'", name=error.name)
+
+
+def nearest(given: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """The known name that an unknown one may mean, for the next step of an error; None if none is as near as that."""
+    from difflib import get_close_matches  # noqa: PLC0415 - for an error only
+
+    return next(iter(get_close_matches(given, list(known), 1, cutoff)), None)
 
 
 def text_of(error: BaseException) -> str:

@@ -13,10 +13,9 @@ import re
 import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Final, Literal, TypeAlias, cast, get_args
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, nearest
 from dualwrite.kafka.connection import ConnectionSettings, server_of
 from dualwrite.kafka.messages import Client
 from dualwrite.protocol.prepared_state import Engine
@@ -200,9 +199,9 @@ def checked(kafka: Mapping[str, object], *, trusted: bool) -> dict[str, Setting]
     return settings
 
 
-def nearest(given: str, known: Iterable[str]) -> str | None:
-    """The known name that a misspelt one may mean."""
-    return next(iter(get_close_matches(given.lower(), list(known), 1, cutoff=0.88)), None)
+def nearest_setting(given: str, known: Iterable[str]) -> str | None:
+    """The known setting that a misspelt one may mean."""
+    return nearest(given.lower(), known, cutoff=0.88)
 
 
 def resolved(key: str) -> str:
@@ -217,7 +216,7 @@ def _checked_key(given: object) -> str:
     if key in _REFUSED:
         raise ConfigurationError(f"Kafka setting {given!r} cannot reach both Kafka clients", next_step=_REFUSED[key])
     if _SECURITY_FAMILY.match(key) and key not in CONNECTING | KERBEROS_TICKETS:
-        meant = nearest(key, CONNECTING | KERBEROS_TICKETS)
+        meant = nearest_setting(key, CONNECTING | KERBEROS_TICKETS)
         raise ConfigurationError(
             f"Kafka setting {given!r} concerns security and is not known to this library, so it cannot reach both clients",
             next_step="leave it out, or check its spelling" if meant is None else f"did you mean {meant!r}?",
@@ -249,7 +248,7 @@ def protocol_of(settings: Mapping[str, Setting]) -> str:
 def _check_servers(settings: Mapping[str, Setting]) -> None:
     servers = str(settings.get("bootstrap.servers", "")).split(",")
     if not all(re.fullmatch(r"\s*(\[[0-9A-Fa-f:.]+\]|[^\s:/\[\]]+)(:[0-9]{1,5})?\s*", server) for server in servers):
-        misspelt = None if "bootstrap.servers" in settings else nearest("bootstrap.servers", settings)
+        misspelt = None if "bootstrap.servers" in settings else nearest_setting("bootstrap.servers", settings)
         raise ConfigurationError(
             "Kafka setting 'bootstrap.servers' is missing, or not of the form host:port,host:port",
             next_step=None if misspelt is None else f"is it what {misspelt!r} means?",

@@ -12,11 +12,10 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, nearest
 from dualwrite.kafka.config import KafkaConfig
 from dualwrite.protocol.blocking import Deed
 from dualwrite.protocol.members import check_fleet
@@ -329,8 +328,8 @@ class _Table:
     def refuse_unknown(self, known: tuple[str, ...]) -> None:
         for key in self.content:
             if key not in known:
-                close = get_close_matches(key, known, 1)
-                advice = f"did you mean {close[0]}?" if close else f"the keys here are {', '.join(known)}"
+                meant = nearest(key, known)
+                advice = f"did you mean {meant}?" if meant else f"the keys here are {', '.join(known)}"
                 raise self.wrong(key, "there is no such key", advice)
 
     def table(self, key: str) -> _Table:

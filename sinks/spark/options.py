@@ -5,7 +5,6 @@ A name that is close to a known one is suggested; no setting is ignored silently
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from urllib.parse import quote, unquote
 from sqlalchemy import exc, make_url
 from sqlalchemy.exc import ArgumentError
 
-from dualwrite.errors import ConfigurationError
+from dualwrite.errors import ConfigurationError, nearest
 from dualwrite.kafka.config import ENGINE, EngineName, KafkaConfig, wanted_engine
 from dualwrite.protocol.values import check_seconds, pool_of_sink, stream_name
 from dualwrite.stores.sql.access import shown_url
@@ -1050,5 +1049,5 @@ def _registry_flag(name: str, value: object) -> bool:
 
 def did_you_mean(given: str, known: Mapping[str, str], otherwise: str, *, cutoff: float = 0.6) -> str:
     """The next step for an error about an unknown name. `known` maps names as compared to names as shown."""
-    near = difflib.get_close_matches(given, known, n=1, cutoff=cutoff)
-    return f"did you mean {known[near[0]]!r}?" if near else otherwise
+    near = nearest(given, known, cutoff=cutoff)
+    return otherwise if near is None else f"did you mean {known[near]!r}?"

@@ -22,7 +22,7 @@ from dualwrite.kafka.config import (
     TWO_PHASE_COMMIT,
     KafkaConfig,
     Setting,
-    nearest,
+    nearest_setting,
 )
 from dualwrite.kafka.native import records
 from dualwrite.kafka.native.produce_state import MAX_IN_FLIGHT, Limits
@@ -366,7 +366,7 @@ def _checked(key: str, row: Known, given: Setting | None) -> Value:
 
 
 def _unknown(key: str) -> ConfigurationError:
-    meant = None if key in REFUSED else nearest(key, _BY_NAME.keys() | CONNECTING | {ENGINE, BULK})
+    meant = None if key in REFUSED else nearest_setting(key, _BY_NAME.keys() | CONNECTING | {ENGINE, BULK})
     advice = REFUSED.get(key, "leave it out") if meant is None else f"did you mean {meant!r}? If not, leave it out"
     return ConfigurationError(
         f"Kafka setting {key!r} is not known to the native engine", next_step=f"{advice}, {OTHER_ENGINE}"
